@@ -1,0 +1,1 @@
+"""Training of very large Mixture-of-Experts models as pure functions on ``torch.func``."""

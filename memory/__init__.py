@@ -1,0 +1,1 @@
+"""Memory tiers and the schedule that moves values between them."""

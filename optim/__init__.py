@@ -1,0 +1,1 @@
+"""Gradient transformations as pure functions over parameter trees."""

@@ -1,0 +1,1 @@
+"""Meshes, placements and collectives: how a tree is spread over processes."""
