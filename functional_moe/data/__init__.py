@@ -1,0 +1,48 @@
+"""Text as batches: sources, tokenizers, tokenised files, and windows as a pure function of seed, step and rank.
+
+>>> data = load(None, cache="run")                                                # the standard library, as
+bytes >>> batch = batch_at(data.train, step=0, batch_size=8, seq_len=256, seed=0)       # tokens, targets,
+segment_ids
+"""
+
+from ._binary import Header, TokenDocument, TokenFile, open_tokens, write_tokens
+from ._corpus import Corpus, make_corpus, split
+from ._errors import DataError
+from ._load import Data, Summary, load, tokenize
+from ._sources import Sources, TextDocument, find_sources, read_documents, standard_library
+from ._tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+)
+from ._windows import batch_at, windows_for_eval
+
+__all__ = [
+    "ByteTokenizer",
+    "Corpus",
+    "Data",
+    "DataError",
+    "Header",
+    "JsonTokenizer",
+    "Sources",
+    "Summary",
+    "TextDocument",
+    "TokenDocument",
+    "TokenFile",
+    "Tokenizer",
+    "batch_at",
+    "check_vocabulary",
+    "find_sources",
+    "load",
+    "load_tokenizer",
+    "make_corpus",
+    "open_tokens",
+    "read_documents",
+    "split",
+    "standard_library",
+    "tokenize",
+    "windows_for_eval",
+    "write_tokens",
+]
