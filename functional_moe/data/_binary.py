@@ -15,6 +15,7 @@ stream the tokens first and say how many there were at the end.
 import hashlib
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -121,9 +122,8 @@ def write_tokens(
         # In the same folder, because only a rename within a file system is atomic. The name is unique, so
         # that two processes that make the same file do not disturb each other: the last one wins, and both
         # wrote the same.
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
-        partial = Path(name)
-        with os.fdopen(descriptor, "wb") as stream, tempfile.TemporaryFile(dir=path.parent) as offsets:
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+        with partial.open("xb") as stream, tempfile.TemporaryFile(dir=path.parent) as offsets:
             stream.write(b" " * _HEADER_BYTES)
             header = _write_documents(
                 stream,
@@ -140,10 +140,6 @@ def write_tokens(
             stream.write(_MAGIC + json.dumps(header._asdict()).encode().ljust(_HEADER_BYTES - len(_MAGIC)))
             stream.flush()
             os.fsync(stream.fileno())
-        # mkstemp makes files that only the owner may read; give the mode that open() would have given.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(partial, 0o666 & ~mask)
         os.replace(partial, path)
         partial = None
     except OSError as error:
@@ -153,7 +149,7 @@ def write_tokens(
     finally:
         if partial is not None:
             with suppress(OSError):
-                partial.unlink()
+                partial.unlink(missing_ok=True)
     return header
 
 
@@ -179,7 +175,7 @@ def open_tokens(path: Path) -> TokenFile:
     if size != expected:
         cut = "is cut short" if size < expected else "is too long"
         raise DataError(
-            f"{path} {cut}: its header asks for {expected} bytes, it has {size}; write it again with tokenize"
+            f"{path} {cut}: its header asks for {expected} bytes, it has {size}; remove it and tokenise the text again"
         )
     try:
         tokens = np.memmap(path, dtype, "r", offset=_HEADER_BYTES, shape=(header.num_tokens,))
@@ -195,7 +191,7 @@ def open_tokens(path: Path) -> TokenFile:
 def _write_documents(
     stream: BinaryIO, offsets: BinaryIO, documents: Iterable[TokenDocument], header: Header
 ) -> Header:
-    """Append each document's tokens to ``stream`` and its offset to ``offsets``; returns the completed header."""
+    """Append the tokens to ``stream`` and the offsets to ``offsets``; returns the completed header."""
     dtype = _DTYPES[header.dtype]
     separator = np.array([header.separator], dtype).tobytes()
     digest = hashlib.blake2b(digest_size=16)
@@ -262,20 +258,20 @@ def _parse_header(path: Path, head: bytes) -> Header:
     if len(head) < _HEADER_BYTES:
         raise DataError(
             f"{path} is cut short: the header has {_HEADER_BYTES} bytes, the file {len(head)}; "
-            "write it again with tokenize"
+            "remove it and tokenise the text again"
         )
     try:
         fields = json.loads(head[len(_MAGIC) :])
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: its header is not JSON; write it again with tokenize") from error
+        raise DataError(f"{path}: its header is not JSON; remove it and tokenise the text again") from error
     if not isinstance(fields, dict):
-        raise DataError(f"{path}: its header is not a JSON object; write it again with tokenize")
+        raise DataError(f"{path}: its header is not a JSON object; remove it and tokenise the text again")
     for name, kind in Header.__annotations__.items():
         # bool is an int to isinstance, but true is no count.
         if type(fields.get(name)) is not kind:
             raise DataError(
                 f"{path}: header field {name} is {fields.get(name)!r:.60}, expected {kind.__name__}; "
-                "write it again with tokenize"
+                "remove it and tokenise the text again"
             )
     header = Header(**{name: fields[name] for name in Header._fields})
     _check_header(path, header)
@@ -285,18 +281,25 @@ def _parse_header(path: Path, head: bytes) -> Header:
 def _check_header(path: Path, header: Header) -> None:
     largest_vocabulary = {"uint16": 1 << 16, "uint32": 1 << 32}
     if header.version != VERSION:
-        raise DataError(f"{path}: format version {header.version}, this program reads {VERSION}")
+        raise DataError(f"{path}: format version {header.version!r:.60}, this program reads {VERSION}")
     if header.dtype not in largest_vocabulary:
         raise DataError(f"{path}: header field dtype is {header.dtype!r:.60}, expected uint16 or uint32")
     if not 1 <= header.vocab_size <= largest_vocabulary[header.dtype]:
         raise DataError(
-            f"{path}: header field vocab_size is {header.vocab_size}, "
+            f"{path}: header field vocab_size is {header.vocab_size!r:.60}, "
             f"{header.dtype} holds 1 to {largest_vocabulary[header.dtype]}"
         )
     if not 0 <= header.separator < header.vocab_size:
         raise DataError(
-            f"{path}: header field separator is {header.separator}, outside the vocabulary of {header.vocab_size}"
+            f"{path}: header field separator is {header.separator!r:.60}, "
+            f"outside the vocabulary of {header.vocab_size}"
         )
+    # No file is that large; the sizes that are computed from these numbers are to fit into messages and numpy.
+    for name in ("num_tokens", "num_documents"):
+        if not 0 <= getattr(header, name) < 1 << 48:
+            raise DataError(
+                f"{path}: header field {name} is {getattr(header, name)!r:.60}, outside 0 to 2**48"
+            )
     if not 1 <= header.num_documents <= header.num_tokens:
         raise DataError(
             f"{path}: header has {header.num_documents} documents and {header.num_tokens} tokens; "
@@ -309,8 +312,8 @@ def _check_offsets(file: TokenFile) -> None:
     offsets, num_tokens = file.offsets, file.header.num_tokens
     if offsets[0] != 0 or offsets[-1] != num_tokens:
         raise DataError(
-            f"{file.path}: document offsets go from {offsets[0]} to {offsets[-1]}, expected 0 to {num_tokens}; "
-            "write it again with tokenize"
+            f"{file.path}: document offsets go from {offsets[0]} to {offsets[-1]}, "
+            f"expected 0 to {num_tokens}; remove it and tokenise the text again"
         )
     for first in range(0, file.header.num_documents, _OFFSETS_AT_ONCE):
         part = offsets[first : first + _OFFSETS_AT_ONCE + 1]
@@ -318,7 +321,7 @@ def _check_offsets(file: TokenFile) -> None:
         if wrong.size:
             raise DataError(
                 f"{file.path}: document {first + int(wrong[0])} ends where it starts or before; "
-                "write it again with tokenize"
+                "remove it and tokenise the text again"
             )
 
 

@@ -39,12 +39,8 @@ class Summary(NamedTuple):
             )
             if count
         ]
-        return ", ".join(
-            [
-                f"{self.num_documents:,} documents of {self.num_tokens:,} tokens from {self.num_files:,} files",
-                *left_out,
-            ]
-        )
+        documents = f"{self.num_documents:,} documents of {self.num_tokens:,} tokens"
+        return ", ".join([f"{documents} from {self.num_files:,} files", *left_out])
 
 
 class Data(NamedTuple):

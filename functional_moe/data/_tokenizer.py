@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _KNOWN_SEPARATORS = (
     "<|endoftext|>",
     "<|end_of_text|>",
-    "<｜end▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",  # noqa: RUF001 (DeepSeek spells it with full-width bars)
     "</s>",
     "<eos>",
     "[EOS]",
@@ -111,8 +111,7 @@ class JsonTokenizer:
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
         self._tokenizer: tokenizers.Tokenizer = tokenizer
-        self.separator_token = _separator_token(tokenizer, path, separator_token)
-        self.separator: int = tokenizer.token_to_id(self.separator_token)
+        self.separator_token, self.separator = _find_separator(tokenizer, path, separator_token)
         # Ids may have holes: the number of tokens is no bound for them.
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         identity = content + b"\0" + self.separator_token.encode()
@@ -141,7 +140,8 @@ def load_tokenizer(path: str | Path | None, separator_token: str | None = None) 
         return JsonTokenizer(path, separator_token)
     if separator_token is not None:
         raise DataError(
-            f"separator token {separator_token!r} without a tokenizer: bytes have their own separator, leave it out"
+            f"separator token {separator_token!r} without a tokenizer: "
+            "bytes have their own separator, leave it out"
         )
     return ByteTokenizer()
 
@@ -164,7 +164,9 @@ def check_vocabulary(name: str, vocab_size: int, config_vocab_size: int) -> None
         )
 
 
-def _separator_token(tokenizer: "tokenizers.Tokenizer", path: str | Path, wanted: str | None) -> str:
+def _find_separator(
+    tokenizer: "tokenizers.Tokenizer", path: str | Path, wanted: str | None
+) -> tuple[str, int]:
     special = {
         token.content: number
         for number, token in tokenizer.get_added_tokens_decoder().items()
@@ -173,7 +175,7 @@ def _separator_token(tokenizer: "tokenizers.Tokenizer", path: str | Path, wanted
     candidates = _KNOWN_SEPARATORS if wanted is None else (wanted,)
     for candidate in candidates:
         if candidate in special:
-            return candidate
+            return candidate, special[candidate]
     listed = ", ".join(repr(token) for token in list(special)[:20]) or "none"
     more = f" and {len(special) - 20} more" if len(special) > 20 else ""
     problem = "no well-known separator" if wanted is None else f"no special token {wanted!r}"
@@ -183,13 +185,13 @@ def _separator_token(tokenizer: "tokenizers.Tokenizer", path: str | Path, wanted
 
 
 def _cut_at_line_breaks(pieces: Iterable[str], size: int) -> Iterator[str]:
-    """Join ``pieces`` and cut them anew, in parts of ``size`` characters or the next line break after that."""
+    """Join ``pieces`` and cut them anew, in parts that end at a line break, about ``size`` characters each."""
     parts: list[str] = []
-    length = 0
+    length, wanted = 0, size
     for piece in pieces:
         parts.append(piece)
         length += len(piece)
-        if length < size:
+        if length < wanted:
             continue
         text = "".join(parts)
         cut = _last_cut(text)
@@ -197,6 +199,8 @@ def _cut_at_line_breaks(pieces: Iterable[str], size: int) -> Iterator[str]:
             yield text[:cut]
             text = text[cut:]
         parts, length = [text], len(text)
+        # Text without line breaks is searched again only when it has doubled, lest it cost quadratic time.
+        wanted = max(size, 2 * length)
     if length:
         yield "".join(parts)
 

@@ -65,7 +65,7 @@ def batch_at(
     _check_window(corpus, seq_len, "the training text")
     if batch_size < 1 or world_size < 1 or batch_size % world_size:
         raise DataError(
-            f"batch_size {batch_size} is not a multiple of the {world_size} ranks; choose one that they divide"
+            f"batch_size {batch_size} is not a multiple of the {world_size} ranks; choose one that is"
         )
     if not 0 <= rank < world_size:
         raise DataError(f"rank {rank} is not in [0, {world_size})")
@@ -240,7 +240,7 @@ def _read(corpus: Corpus, pieces: _Pieces) -> NDArray[np.int64]:
         if start == 0 and not starts_in_text and part[0] != corpus.separator:
             raise DataError(
                 f"{file.path}: token {begin} is {part[0]} where a document starts, expected the separator "
-                f"{corpus.separator}; write it again with tokenize"
+                f"{corpus.separator}; remove it and tokenise the text again"
             )
         out[at : at + length] = part
         at += length
@@ -252,8 +252,8 @@ def _read(corpus: Corpus, pieces: _Pieces) -> NDArray[np.int64]:
 def _raise_outside(corpus: Corpus, token: int) -> None:
     names = ", ".join(str(file.path) for file in corpus.files[:3])
     raise DataError(
-        f"token id {token} is outside the vocabulary of {corpus.vocab_size} that the header promises in {names}; "
-        "write it again with tokenize"
+        f"token id {token} is outside the vocabulary of {corpus.vocab_size} of {names}; "
+        "remove the file and tokenise the text again"
     )
 
 
