@@ -188,9 +188,7 @@ def open_tokens(path: Path) -> TokenFile:
     return file
 
 
-def _write_documents(
-    stream: BinaryIO, offsets: BinaryIO, documents: Iterable[TokenDocument], header: Header
-) -> Header:
+def _write_documents(stream: BinaryIO, offsets: BinaryIO, documents: Iterable[TokenDocument], header: Header) -> Header:
     """Append the tokens to ``stream`` and the offsets to ``offsets``; returns the completed header."""
     dtype = _DTYPES[header.dtype]
     separator = np.array([header.separator], dtype).tobytes()
@@ -245,9 +243,7 @@ def _check_piece(name: str, piece: NDArray[np.uint32], header: Header) -> None:
             "the tokenizer and the vocabulary do not belong together"
         )
     if (piece == header.separator).any():
-        raise DataError(
-            f"{name}: its text is encoded to the separator {header.separator}; choose another one"
-        )
+        raise DataError(f"{name}: its text is encoded to the separator {header.separator}; choose another one")
 
 
 def _parse_header(path: Path, head: bytes) -> Header:
@@ -291,15 +287,12 @@ def _check_header(path: Path, header: Header) -> None:
         )
     if not 0 <= header.separator < header.vocab_size:
         raise DataError(
-            f"{path}: header field separator is {header.separator!r:.60}, "
-            f"outside the vocabulary of {header.vocab_size}"
+            f"{path}: header field separator is {header.separator!r:.60}, outside the vocabulary of {header.vocab_size}"
         )
     # No file is that large; the sizes that are computed from these numbers are to fit into messages and numpy.
     for name in ("num_tokens", "num_documents"):
         if not 0 <= getattr(header, name) < 1 << 48:
-            raise DataError(
-                f"{path}: header field {name} is {getattr(header, name)!r:.60}, outside 0 to 2**48"
-            )
+            raise DataError(f"{path}: header field {name} is {getattr(header, name)!r:.60}, outside 0 to 2**48")
     if not 1 <= header.num_documents <= header.num_tokens:
         raise DataError(
             f"{path}: header has {header.num_documents} documents and {header.num_tokens} tokens; "

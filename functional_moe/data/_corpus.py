@@ -76,8 +76,7 @@ def make_corpus(files: Sequence[TokenFile]) -> Corpus:
             ours, theirs = getattr(first.header, name), getattr(file.header, name)
             if ours != theirs:
                 raise DataError(
-                    f"{first.path} has {name} {ours} but {file.path} has {theirs}; "
-                    "tokenise both with one tokenizer"
+                    f"{first.path} has {name} {ours} but {file.path} has {theirs}; tokenise both with one tokenizer"
                 )
     names = "\n".join(file.header.fingerprint for file in files)
     return Corpus(tuple(files), hashlib.blake2b(names.encode(), digest_size=16).hexdigest())

@@ -136,9 +136,7 @@ def tokenize(
     if sources.tokens:
         raise DataError(f"{sources.tokens[0]} is tokenised already; give text")
     header = _write(sources, out_path, tokenizer, text_field, progress)
-    return Summary(
-        header.num_files, header.num_documents, header.num_tokens, header.num_empty, sources.num_ignored
-    )
+    return Summary(header.num_files, header.num_documents, header.num_tokens, header.num_empty, sources.num_ignored)
 
 
 def _write(

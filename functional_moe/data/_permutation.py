@@ -48,9 +48,7 @@ def permute(slots: NDArray[np.int64], num_items: int, key: tuple[int, ...]) -> N
     return items.astype(np.int64)
 
 
-def _feistel(
-    values: NDArray[np.uint64], half_bits: int, round_keys: NDArray[np.uint64]
-) -> NDArray[np.uint64]:
+def _feistel(values: NDArray[np.uint64], half_bits: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for key in round_keys:

@@ -140,8 +140,7 @@ def load_tokenizer(path: str | Path | None, separator_token: str | None = None) 
         return JsonTokenizer(path, separator_token)
     if separator_token is not None:
         raise DataError(
-            f"separator token {separator_token!r} without a tokenizer: "
-            "bytes have their own separator, leave it out"
+            f"separator token {separator_token!r} without a tokenizer: bytes have their own separator, leave it out"
         )
     return ByteTokenizer()
 
@@ -164,14 +163,8 @@ def check_vocabulary(name: str, vocab_size: int, config_vocab_size: int) -> None
         )
 
 
-def _find_separator(
-    tokenizer: "tokenizers.Tokenizer", path: str | Path, wanted: str | None
-) -> tuple[str, int]:
-    special = {
-        token.content: number
-        for number, token in tokenizer.get_added_tokens_decoder().items()
-        if token.special
-    }
+def _find_separator(tokenizer: "tokenizers.Tokenizer", path: str | Path, wanted: str | None) -> tuple[str, int]:
+    special = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     candidates = _KNOWN_SEPARATORS if wanted is None else (wanted,)
     for candidate in candidates:
         if candidate in special:
@@ -179,9 +172,7 @@ def _find_separator(
     listed = ", ".join(repr(token) for token in list(special)[:20]) or "none"
     more = f" and {len(special) - 20} more" if len(special) > 20 else ""
     problem = "no well-known separator" if wanted is None else f"no special token {wanted!r}"
-    raise DataError(
-        f"{path} has {problem}; name one of its special tokens as separator token: {listed}{more}"
-    )
+    raise DataError(f"{path} has {problem}; name one of its special tokens as separator token: {listed}{more}")
 
 
 def _cut_at_line_breaks(pieces: Iterable[str], size: int) -> Iterator[str]:

@@ -64,9 +64,7 @@ def batch_at(
     """
     _check_window(corpus, seq_len, "the training text")
     if batch_size < 1 or world_size < 1 or batch_size % world_size:
-        raise DataError(
-            f"batch_size {batch_size} is not a multiple of the {world_size} ranks; choose one that is"
-        )
+        raise DataError(f"batch_size {batch_size} is not a multiple of the {world_size} ranks; choose one that is")
     if not 0 <= rank < world_size:
         raise DataError(f"rank {rank} is not in [0, {world_size})")
     if step < 0:
@@ -105,10 +103,7 @@ def windows_for_eval(
 
     def batches() -> Iterator[dict[str, torch.Tensor]]:
         for first in range(0, count, batch_size):
-            rows = [
-                _batch(corpus, window * seq_len, 1, seq_len, None)
-                for window in chosen[first : first + batch_size]
-            ]
+            rows = [_batch(corpus, window * seq_len, 1, seq_len, None) for window in chosen[first : first + batch_size]]
             yield {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
     return batches()
@@ -140,9 +135,7 @@ class _Blocks(NamedTuple):
     starts: NDArray[np.int64]
 
 
-def _batch(
-    corpus: Corpus, position: int, rows: int, seq_len: int, seed: int | None
-) -> dict[str, torch.Tensor]:
+def _batch(corpus: Corpus, position: int, rows: int, seq_len: int, seed: int | None) -> dict[str, torch.Tensor]:
     """``rows`` windows from stream ``position`` on; ``seed`` None means the stored order, for each epoch."""
     remaining = rows * seq_len + 1
     tokens, ordinals = [], []
@@ -201,9 +194,7 @@ def _blocks(corpus: Corpus, key: tuple[int, int] | None) -> _Blocks:
     return blocks
 
 
-def _block_documents(
-    corpus: Corpus, key: tuple[int, int] | None, first: int, count: int
-) -> NDArray[np.int64]:
+def _block_documents(corpus: Corpus, key: tuple[int, int] | None, first: int, count: int) -> NDArray[np.int64]:
     """int64 [up to count]: the documents at slots ``first``, ``first + 1``, ... of the epoch."""
     slots = np.arange(first, min(first + count, corpus.num_documents))
     return slots if key is None else permute(slots, corpus.num_documents, key)

@@ -1,0 +1,159 @@
+"""The attention half of a layer: rotary positions, grouped queries, causal and document masks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, repeat
+from torch import Tensor
+
+from .config import MoEConfig
+from .kernels import Kernels, first_order_reverse
+from .norm import rms_norm
+from .parameters import Params
+
+
+class Positions(NamedTuple):
+    """What attention knows of the places of tokens, made once per batch and shared by all layers."""
+
+    cos: Tensor  # [1 | batch, seq, rotary_dim / 2], fp32 or better
+    sin: Tensor  # like cos
+    mask: Tensor | None  # [batch, 1, seq, seq], True where a query may look; None: causal and nothing else
+
+
+class Projected(NamedTuple):
+    """Queries, keys and values, rotated and normalised."""
+
+    q: Tensor  # [batch, heads, seq, head_dim]
+    k: Tensor  # [batch, kv_heads, seq, head_dim]
+    v: Tensor  # [batch, kv_heads, seq, head_dim]
+
+
+def rotary_tables(positions: Tensor, config: MoEConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles (arXiv 2104.09864).
+
+    The angles are made in fp64: in bf16, and for long sequences in fp32, they lose the position
+    (transformers PR 29285).
+
+    Args:
+      positions: int64 ``[..., seq]``.
+      config: gives ``rotary_dim`` and ``rope_theta``.
+      dtype: of the result; at least fp32.
+
+    Returns:
+      cos, sin: ``[..., seq, rotary_dim / 2]``.
+    """
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float64, device=positions.device)
+    frequencies = config.rope_theta ** (-exponents / config.rotary_dim)
+    angles = positions[..., None].to(torch.float64) * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def make_positions(batch: int, seq: int, segment_ids: Tensor | None, config: MoEConfig, like: Tensor) -> Positions:
+    """Positions and mask of a batch.
+
+    Args:
+      batch, seq: its shape.
+      segment_ids: int ``[batch, seq]``, one number per packed document; equal neighbours belong together,
+        positions restart where the number changes, and no token sees another document. ``None``: each row is one
+        document.
+      config: the model.
+      like: a tensor whose device is used, and whose dtype the tables have at least.
+    """
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    index = torch.arange(seq, device=like.device)
+    if segment_ids is None:
+        cos, sin = rotary_tables(index[None], config, dtype)
+        return Positions(cos, sin, None)
+    starts = torch.cat(
+        [torch.ones_like(segment_ids[:, :1], dtype=torch.bool), segment_ids[:, 1:] != segment_ids[:, :-1]], dim=1
+    )
+    start_of = torch.cummax(torch.where(starts, index, 0), dim=1).values
+    cos, sin = rotary_tables(index - start_of, config, dtype)
+    # Documents are contiguous, so "same document" is "same start"; two documents that happen to carry one number
+    # (1, 2, 1) stay apart.
+    same = start_of[:, :, None] == start_of[:, None, :]
+    causal = index[:, None] >= index[None, :]
+    return Positions(cos, sin, (same & causal)[:, None])
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the first ``2 * cos.shape[-1]`` entries of every head, pairing entry i with i + half of them.
+
+    Args:
+      x: ``[batch, heads, seq, head_dim]``.
+      cos, sin: ``[1 | batch, seq, rotary_dim / 2]``.
+    """
+    # The tables keep their precision: bf16 cosines are off by 4e-3.
+    cos, sin = cos[:, None], sin[:, None]
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
+
+
+def project(params: Params, x: Tensor, cos: Tensor, sin: Tensor, config: MoEConfig) -> Projected:
+    """Queries, keys and values of normalised tokens ``x``: [batch, seq, hidden]."""
+
+    def heads(name: str) -> Tensor:
+        y: Tensor = x @ params[name].to(x.dtype)
+        if config.attention_bias:
+            y = y + params[f"{name}_bias"].to(x.dtype)
+        return rearrange(y, "batch seq (heads dim) -> batch heads seq dim", dim=config.attention_head_dim)
+
+    q, k, v = heads("q"), heads("k"), heads("v")
+    if config.use_qk_norm:
+        q = rms_norm(q, params["q_norm"], config.rms_norm_eps)
+        k = rms_norm(k, params["k_norm"], config.rms_norm_eps)
+    return Projected(rotate(q, cos, sin), rotate(k, cos, sin), v)
+
+
+def attend(projected: Projected, mask: Tensor | None, kernels: Kernels = "fused") -> Tensor:
+    """Scaled dot-product attention.
+
+    Args:
+      projected: queries ``[batch, heads, queries, head_dim]``; keys and values ``[batch, kv_heads, keys, head_dim]``,
+        each shared by ``heads / kv_heads`` neighbouring query heads (arXiv 2305.13245).
+      mask: ``[batch, 1, queries, keys]``, True where a query may look; ``None``: causal.
+      kernels: ``"reference"`` writes the scores out, and has every transform's rule.
+
+    Returns:
+      ``[batch, queries, heads * head_dim]``.
+    """
+    q, k, v = projected
+    if kernels == "fused":
+        out = F.scaled_dot_product_attention(
+            first_order_reverse(q),
+            first_order_reverse(k),
+            first_order_reverse(v),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    else:
+        if mask is None:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        shared = q.shape[1] // k.shape[1]
+        k = repeat(k, "batch heads seq dim -> batch (heads shared) seq dim", shared=shared)
+        v = repeat(v, "batch heads seq dim -> batch (heads shared) seq dim", shared=shared)
+        scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+        scores = torch.where(mask, scores.to(torch.promote_types(q.dtype, torch.float32)), -torch.inf)
+        out = torch.softmax(scores, dim=-1).to(q.dtype) @ v
+    return rearrange(out, "batch heads seq dim -> batch seq (heads dim)")
+
+
+def attention_half(
+    params: Params, x: Tensor, positions: Positions, config: MoEConfig, kernels: Kernels = "fused"
+) -> Tensor:
+    """The segment ``x + attention(norm(x))`` of one layer.
+
+    Args:
+      params: one layer's tree.
+      x: ``[batch, seq, hidden]``.
+      positions: of the batch.
+    """
+    normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
+    projected = project(params["attention"], normed, positions.cos, positions.sin, config)
+    out: Tensor = attend(projected, positions.mask, kernels) @ params["attention"]["o"].to(x.dtype)
+    return x + out

@@ -1,0 +1,226 @@
+"""Tokens to their experts and back, without a dropped token or a scatter-add.
+
+Each token chooses exactly ``top_k`` experts, so sorting the choices by expert is a permutation of
+``tokens * top_k`` rows. Dispatch gathers a token's row for each of its choices; its backward gathers each choice's
+gradient row and sums over the ``top_k``. Combine is the same pair the other way round. Gathers alone are
+deterministic, and several times faster than ``index_put`` with accumulation.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import einsum
+from torch import Tensor
+
+from .kernels import Kernels, first_order_reverse
+from .parameters import Params
+
+
+class Dispatch(NamedTuple):
+    """The permutation that sorts the choices of tokens by expert. Rows are choices in sorted order."""
+
+    token_of_row: Tensor  # int64 [tokens * top_k]
+    row_of_choice: Tensor  # int64 [tokens, top_k]; the inverse
+    choice_of_row: Tensor  # int64 [tokens * top_k]; choices are numbered token * top_k + k
+    offsets: Tensor  # int32 [experts]; where each expert's rows end
+
+
+def plan_dispatch(experts: Tensor, num_experts: int) -> Dispatch:
+    """Sorts choices by expert, tokens in order within each.
+
+    Args:
+      experts: int64 ``[tokens, top_k]``.
+    """
+    tokens, top_k = experts.shape
+    flat = experts.reshape(-1)
+    choice_of_row = torch.argsort(flat, stable=True)
+    rows = torch.arange(tokens * top_k, device=experts.device)
+    row_of_choice = torch.empty_like(rows).scatter_(0, choice_of_row, rows)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device).scatter_add_(
+        0, flat, torch.ones_like(flat)
+    )
+    offsets = counts.cumsum(0).to(torch.int32)
+    return Dispatch(choice_of_row // top_k, row_of_choice.view(tokens, top_k), choice_of_row, offsets)
+
+
+class _GatherRows(torch.autograd.Function):
+    """``y[row] = x[source[row]]``, where every source stands in exactly ``rows.shape[1]`` rows: ``rows[source]``."""
+
+    @staticmethod
+    def forward(x: Tensor, source: Tensor, rows: Tensor) -> Tensor:
+        return x.index_select(0, source)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1], inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        source, rows = ctx.saved_tensors
+        return _SumRows.apply(grad, source, rows), None, None
+
+
+class _SumRows(torch.autograd.Function):
+    """``y[source] = sum over k of x[rows[source, k]]``: the transpose of ``_GatherRows``."""
+
+    @staticmethod
+    def forward(x: Tensor, source: Tensor, rows: Tensor) -> Tensor:
+        return x.index_select(0, rows.reshape(-1)).view(*rows.shape, *x.shape[1:]).sum(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1], inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        source, rows = ctx.saved_tensors
+        return _GatherRows.apply(grad, source, rows), None, None
+
+
+def to_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """Dispatch: ``x`` [tokens, hidden] to ``[tokens * top_k, hidden]``, sorted by expert."""
+    return _GatherRows.apply(x, dispatch.token_of_row, dispatch.row_of_choice)  # type: ignore[no-any-return]
+
+
+def weights_to_rows(weights: Tensor, dispatch: Dispatch) -> Tensor:
+    """The weight of each row: ``[tokens, top_k]`` to ``[tokens * top_k, 1]``."""
+    rows = dispatch.row_of_choice.reshape(-1, 1)
+    return _GatherRows.apply(weights.reshape(-1, 1), dispatch.choice_of_row, rows)  # type: ignore[no-any-return]
+
+
+def from_rows(y: Tensor, dispatch: Dispatch) -> Tensor:
+    """Combine: the sum of each token's rows, ``[tokens * top_k, hidden]`` to ``[tokens, hidden]``."""
+    return _SumRows.apply(y, dispatch.token_of_row, dispatch.row_of_choice)  # type: ignore[no-any-return]
+
+
+def _grouped_mm_takes(*operands: Tensor) -> bool:
+    """Whether torch's grouped product takes these: a narrow dtype, and rows that start at 16-byte boundaries."""
+    return all(
+        x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and all(stride == 1 or stride * x.element_size() % 16 == 0 for stride in x.stride())
+        and x.storage_offset() * x.element_size() % 16 == 0
+        for x in operands
+    )
+
+
+def _padded_blocks(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of each expert as one block padded with zeros, and where the rows stand in it.
+
+    Returns:
+      blocks: ``[experts, capacity, size]``, with ``capacity`` the fullest expert's rows (one host synchronisation).
+      position: int64 ``[rows]``, the row's place in ``blocks`` flattened to ``[experts * capacity, size]``.
+    """
+    ends = offsets.to(torch.int64)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    capacity = max(1, int((ends - starts).max()))
+    row = torch.arange(x.shape[0], device=x.device)
+    expert = torch.searchsorted(ends, row, right=True)
+    position = expert * capacity + (row - starts[expert])
+    blocks = x.new_zeros(len(ends) * capacity, x.shape[1]).index_copy_(0, position, x)
+    return blocks.view(len(ends), capacity, x.shape[1]), position
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """``y[row] = x[row] @ weight[expert of row]``."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        if _grouped_mm_takes(x, weight):
+            return F.grouped_mm(x, weight, offs=offsets)
+        blocks, position = _padded_blocks(x, offsets)
+        return torch.bmm(blocks, weight).flatten(0, 1).index_select(0, position)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, offsets = ctx.saved_tensors
+        grad = grad.contiguous()
+        return (
+            _GroupedMatmul.apply(grad, weight.transpose(-1, -2), offsets),
+            _GroupedOuter.apply(x, grad, offsets),
+            None,
+        )
+
+
+class _GroupedOuter(torch.autograd.Function):
+    """``y[expert] = x[its rows].T @ z[its rows]``; exactly zero for an expert without rows."""
+
+    @staticmethod
+    def forward(x: Tensor, z: Tensor, offsets: Tensor) -> Tensor:
+        if _grouped_mm_takes(x, z):
+            return F.grouped_mm(x.t(), z, offs=offsets)
+        x_blocks, _ = _padded_blocks(x, offsets)
+        z_blocks, _ = _padded_blocks(z, offsets)
+        return torch.bmm(x_blocks.transpose(1, 2), z_blocks)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, z, offsets = ctx.saved_tensors
+        grad = grad.contiguous()
+        return (
+            _GroupedMatmul.apply(z, grad.transpose(-1, -2), offsets),
+            _GroupedMatmul.apply(x, grad, offsets),
+            None,
+        )
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """``x[rows of e] @ weight[e]`` for each expert e, in one grouped product.
+
+    ``torch.nn.functional.grouped_mm`` where it applies (fp32, bf16, fp16, rows at 16-byte boundaries), else a padded
+    batched product. Reverse mode, to any order.
+
+    Args:
+      x: ``[rows, in]``, sorted by expert.
+      weight: ``[experts, in, out]``.
+      offsets: int32 ``[experts]``, where each expert's rows end; the last one is ``rows``.
+    """
+    return _GroupedMatmul.apply(x, weight, offsets)  # type: ignore[no-any-return]
+
+
+def _weights(params: Params, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return params["gate"].to(dtype), params["up"].to(dtype), params["down"].to(dtype)
+
+
+def feed_forward(params: Params, x: Tensor) -> Tensor:
+    """SwiGLU (arXiv 2002.05202): ``(silu(x @ gate) * (x @ up)) @ down``, for ``x``: [..., hidden]."""
+    gate, up, down = _weights(params, x.dtype)
+    return (F.silu(x @ gate) * (x @ up)) @ down
+
+
+def routed_experts(params: Params, x: Tensor, experts: Tensor, weights: Tensor, kernels: Kernels = "fused") -> Tensor:
+    """The weighted sum over each token's experts of their SwiGLU output.
+
+    Args:
+      params: ``gate``, ``up`` [experts, hidden, width] and ``down`` [experts, width, hidden].
+      x: ``[tokens, hidden]``.
+      experts: int64 ``[tokens, top_k]``.
+      weights: ``[tokens, top_k]``.
+      kernels: ``"reference"`` passes every token through every expert, with weight 0 where it was not chosen.
+
+    Returns:
+      ``[tokens, hidden]``.
+    """
+    gate, up, down = _weights(params, x.dtype)
+    if kernels == "reference":
+        dense = torch.zeros(x.shape[0], gate.shape[0], dtype=weights.dtype, device=x.device)
+        dense = dense.scatter(1, experts, weights).to(x.dtype)
+        hidden = F.silu(einsum(x, gate, "n i, e i w -> e n w")) * einsum(x, up, "n i, e i w -> e n w")
+        return einsum(hidden * dense.t()[..., None], down, "e n w, e w o -> n o")
+    dispatch = plan_dispatch(experts, gate.shape[0])
+    rows = to_rows(first_order_reverse(x), dispatch)
+    hidden = F.silu(grouped_matmul(rows, gate, dispatch.offsets)) * grouped_matmul(rows, up, dispatch.offsets)
+    # down is linear, so the weight may come before it: then the backward needs no expert output, which is the
+    # wider tensor, and the weight's gradient is taken over the narrower one.
+    hidden = hidden * weights_to_rows(weights, dispatch).to(hidden.dtype)
+    return from_rows(grouped_matmul(hidden, down, dispatch.offsets), dispatch)

@@ -1,0 +1,226 @@
+"""The model as a chain of segments, and its loss.
+
+A segment is a pure function over one slice of the parameters with one tensor in and one out: ``embed``, each layer's
+``attention_half`` and ``feed_forward_half``, ``head_norm`` with the loss after it. ``forward`` runs the chain;
+``loss_fn`` is what ``torch.func.grad`` differentiates, and what every other path is tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention import attention_half, make_positions
+from .config import MoEConfig
+from .cross_entropy import IGNORE_INDEX, summed_cross_entropy
+from .experts import feed_forward, routed_experts
+from .kernels import Kernels, check_kernels
+from .norm import rms_norm
+from .parameters import Params
+from .routing import RouterStats, route, router_stats
+
+Batch = Mapping[str, Tensor]
+"""``tokens`` and ``targets``: int64 [batch, seq]; optionally ``segment_ids``: int [batch, seq].
+
+A target of -100 is not predicted. ``segment_ids`` number the documents packed into a row, 0 being padding; without
+them each row is one document without padding.
+"""
+
+_BATCH_KEYS = frozenset({"tokens", "targets", "segment_ids"})
+
+
+class Totals(NamedTuple):
+    """What the losses of a step are divided by: counted once, over all ranks and microbatches."""
+
+    targets: Tensor  # int64 []; targets that are predicted
+    tokens: Tensor  # int64 []; tokens that are not padding
+
+
+class Metrics(NamedTuple):
+    """What ``loss_fn`` reports. Each field is a sum that adds over the parts of a step to the step's own value."""
+
+    loss: Tensor  # [] nats per predicted token, cross-entropy alone
+    aux_loss: Tensor  # [] balance loss, mean over MoE layers; 1.0 when uniform
+    z_loss: Tensor  # [] squared log-sum-exp of the router logits, mean over MoE layers
+    counts: Tensor  # int64 [moe_layers, experts]; tokens that chose each expert
+
+
+def check_batch(batch: Batch, config: MoEConfig) -> None:
+    """Raises ``ValueError`` for a batch whose keys, shapes or dtypes are not those of ``Batch``."""
+    if unknown := sorted(set(batch) - _BATCH_KEYS):
+        raise ValueError(f"batch: unknown keys {unknown}; it holds {sorted(_BATCH_KEYS)}")
+    if missing := sorted({"tokens", "targets"} - set(batch)):
+        raise ValueError(f"batch: missing keys {missing}")
+    shape = batch["tokens"].shape
+    if len(shape) != 2:
+        raise ValueError(f"batch['tokens'] has shape {tuple(shape)}; it must be [batch, seq]")
+    for key, value in batch.items():
+        if value.shape != shape:
+            raise ValueError(f"batch[{key!r}] has shape {tuple(value.shape)}, tokens have {tuple(shape)}")
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise ValueError(f"batch[{key!r}] has dtype {value.dtype}; it must be an integer type")
+    if shape[1] > config.max_position_embeddings:
+        raise ValueError(
+            f"batch: sequences of {shape[1]} tokens exceed max_position_embeddings = {config.max_position_embeddings}"
+        )
+
+
+def valid_tokens(batch: Batch) -> Tensor:
+    """Bool [batch, seq]: the tokens that are not padding."""
+    if "segment_ids" in batch:
+        return batch["segment_ids"] != 0
+    return torch.ones_like(batch["tokens"], dtype=torch.bool)
+
+
+def count_totals(batch: Batch) -> Totals:
+    """The divisors of a batch that is a whole step."""
+    return Totals((batch["targets"] != IGNORE_INDEX).sum(), valid_tokens(batch).sum())
+
+
+def embed(params: Params, tokens: Tensor, config: MoEConfig) -> Tensor:
+    """The segment from tokens [batch, seq] to the residual stream [batch, seq, hidden]."""
+    return F.embedding(tokens, params["embedding"]).to(config.dtype)
+
+
+def feed_forward_half(
+    params: Params, bias: Tensor | None, x: Tensor, valid: Tensor, config: MoEConfig, kernels: Kernels = "fused"
+) -> tuple[Tensor, RouterStats | None]:
+    """The segment ``x + experts(norm(x))`` of one layer, or its dense form.
+
+    Args:
+      params: one layer's tree.
+      bias: fp32 [experts], the layer's row of ``balance``; ``None`` in a dense layer.
+      x: [batch, seq, hidden].
+      valid: bool [batch, seq].
+
+    Returns:
+      The residual stream, and the sums for the router's losses (``None`` in a dense layer).
+    """
+    normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
+    if bias is None:
+        return x + feed_forward(params["mlp"], normed), None
+    tokens = normed.flatten(0, 1)
+    routing = route(tokens, params["router"], bias, config)
+    out = routed_experts(params["experts"], tokens, routing.experts, routing.weights, kernels)
+    if config.num_shared_experts:
+        shared = feed_forward(params["shared"], tokens)
+        if config.shared_expert_gate:
+            shared = shared * torch.sigmoid(tokens @ params["shared_gate"].to(tokens.dtype))
+        out = out + shared
+    return x + out.view_as(x), router_stats(routing, valid, config)
+
+
+def head_norm(params: Params, x: Tensor, config: MoEConfig) -> Tensor:
+    """The final normalisation, [batch, seq, hidden]."""
+    return rms_norm(x, params["final_norm"], config.rms_norm_eps)
+
+
+def head_weight(params: Params, config: MoEConfig) -> Tensor:
+    """The output projection [hidden, vocab] in the compute dtype: its own, or the embedding's transpose when tied."""
+    weight: Tensor = params["embedding"].t() if config.tie_word_embeddings else params["head"]
+    return weight.to(config.dtype)
+
+
+def forward(
+    params: Params, balance: Tensor, batch: Batch, config: MoEConfig, kernels: Kernels = "fused"
+) -> tuple[Tensor, RouterStats]:
+    """Runs the chain up to the final normalisation.
+
+    Args:
+      params: the parameter tree.
+      balance: fp32 [moe_layers, experts], the routers' selection bias.
+      batch: see ``Batch``; the targets are not looked at.
+
+    Returns:
+      x: [batch, seq, hidden].
+      stats: sums over this batch's tokens, stacked over MoE layers.
+    """
+    tokens = batch["tokens"]
+    valid = valid_tokens(batch)
+    x = embed(params, tokens, config)
+    positions = make_positions(tokens.shape[0], tokens.shape[1], batch.get("segment_ids"), config, x)
+    stats = []
+    for index, layer in enumerate(params["layers"]):
+        x = attention_half(layer, x, positions, config, kernels)
+        bias = balance[index - config.first_k_dense_replace] if config.is_moe_layer(index) else None
+        x, layer_stats = feed_forward_half(layer, bias, x, valid, config, kernels)
+        if layer_stats is not None:
+            stats.append(layer_stats)
+    if stats:
+        stacked = RouterStats(*map(torch.stack, zip(*stats, strict=True)))
+    else:
+        none = x.new_zeros(0, dtype=torch.promote_types(x.dtype, torch.float32))
+        stacked = RouterStats(none, none, torch.zeros_like(balance, dtype=torch.int64))
+    return head_norm(params, x, config), stacked
+
+
+def logits(params: Params, balance: Tensor, batch: Batch, config: MoEConfig, kernels: Kernels = "fused") -> Tensor:
+    """fp32 logits of every token, [batch, seq, vocab]: for looking at, not for training."""
+    x, _ = forward(params, balance, batch, config, kernels)
+    return (x @ head_weight(params, config)).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def loss_fn(
+    params: Params,
+    balance: Tensor,
+    batch: Batch,
+    config: MoEConfig,
+    *,
+    totals: Totals | None = None,
+    kernels: Kernels = "fused",
+) -> tuple[Tensor, Metrics]:
+    """The training loss, a pure function of everything it depends on.
+
+    Cross-entropy summed over the predicted tokens, plus the weighted balance and z losses of each MoE layer summed
+    over its tokens, each divided by ``totals``. So the parts of a step add up: over ranks and over microbatches the
+    losses and the gradients of the parts are summed, and nothing is divided again.
+
+    Args:
+      params: the parameter tree.
+      balance: fp32 [moe_layers, experts].
+      batch: see ``Batch``.
+      config: the model.
+      totals: the divisors of the whole step; by default ``batch`` is the whole step.
+      kernels: ``"fused"``, or ``"reference"`` for transforms other than one reverse-mode derivative.
+
+    Returns:
+      The loss (a scalar in fp32 or better) and its ``Metrics``.
+
+    Raises:
+      ValueError: for a batch of other keys, shapes or dtypes.
+      NotImplementedError: from the fused kernels, under a transform they have no rule for.
+    """
+    check_kernels(kernels)
+    check_batch(batch, config)
+    if totals is None:
+        totals = count_totals(batch)
+    x, stats = forward(params, balance, batch, config, kernels)
+    cross_entropy = summed_cross_entropy(
+        x.flatten(0, 1),
+        head_weight(params, config),
+        batch["targets"].reshape(-1),
+        chunk=config.loss_chunk_size,
+        kernels=kernels,
+    ) / totals.targets.clamp(min=1)
+    loss = cross_entropy
+    tokens = totals.tokens.clamp(min=1)
+    if config.router_aux_loss_coef:
+        loss = loss + config.router_aux_loss_coef * stats.aux_loss.sum() / tokens
+    if config.router_z_loss_coef:
+        loss = loss + config.router_z_loss_coef * stats.z_loss.sum() / tokens
+    layers = max(1, config.num_moe_layers)
+    return loss, Metrics(
+        loss=cross_entropy.detach(),
+        aux_loss=stats.aux_loss.detach().sum() / tokens / layers,
+        z_loss=stats.z_loss.detach().sum() / tokens / layers,
+        counts=stats.counts,
+    )
+
+
+def init_balance(config: MoEConfig, device: torch.device | str = "cpu") -> Tensor:
+    """The routers' selection bias before the first step: zeros, fp32 [moe_layers, experts]."""
+    return torch.zeros(config.num_moe_layers, config.num_experts, device=device)

@@ -1,0 +1,193 @@
+"""The one declaration of every parameter, and what follows from it.
+
+``declare(config)`` gives a tree of ``Leaf``: shape, logical axes, initializer and optimizer label. The abstract
+tree, the initial values, the labels and the counts are all read off it; nothing is declared twice.
+
+The tree::
+
+    embedding                        [vocab, hidden]
+    layers.I.attention_norm          [hidden]
+    layers.I.attention.{q,k,v,o}     [in, out], and q_norm, k_norm [head_dim], q_bias, k_bias, v_bias [out]
+    layers.I.mlp_norm                [hidden]
+    layers.I.mlp.{gate,up,down}      [in, out]               in dense layers
+    layers.I.router                  [hidden, experts]       in MoE layers, as are the rest
+    layers.I.experts.{gate,up,down}  [experts, in, out]
+    layers.I.shared.{gate,up,down}   [in, out], and shared_gate [hidden, 1]
+    final_norm                       [hidden]
+    head                             [hidden, vocab]         unless tied to the embedding
+
+Weights stand as ``[in, out]`` and are applied as ``x @ weight``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .config import MoEConfig
+from .tree import leaf_path
+
+Label = Literal["matrix", "embedding", "router", "vector"]
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Normal:
+    """Independent normal values of mean 0."""
+
+    std: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What is declared of one parameter."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    """Logical name of each axis; placements are rules from these names to mesh axes."""
+    initializer: Normal | Constant
+    label: Label
+    """Which optimizer the leaf goes to: ``matrix`` is what Muon is made for."""
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.axes):
+            raise ValueError(f"Leaf: {len(self.axes)} axes {self.axes} for shape {self.shape}")
+
+
+def declare(config: MoEConfig) -> Params:
+    """The declaration of every parameter of ``config``: a tree of ``Leaf``."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    tree: Params = {
+        "embedding": Leaf((vocab, hidden), ("vocab", "hidden"), Normal(config.initializer_range), "embedding"),
+        "layers": tuple(_layer(config, layer) for layer in range(config.num_hidden_layers)),
+        "final_norm": _scale(hidden, "hidden"),
+    }
+    if not config.tie_word_embeddings:
+        tree["head"] = Leaf((hidden, vocab), ("hidden", "vocab"), Normal(config.initializer_range), "embedding")
+    return tree
+
+
+def _scale(size: int, axis: str) -> Leaf:
+    return Leaf((size,), (axis,), Constant(1.0), "vector")
+
+
+def _layer(config: MoEConfig, layer: int) -> Params:
+    hidden = config.hidden_size
+    queries = config.num_attention_heads * config.attention_head_dim
+    keys = config.num_key_value_heads * config.attention_head_dim
+    into = Normal(config.initializer_range)
+    # What is added to the residual stream starts smaller the more there is to add (GPT-2's rule).
+    back = Normal(config.initializer_range / math.sqrt(2 * config.num_hidden_layers))
+
+    attention: Params = {
+        "q": Leaf((hidden, queries), ("hidden", "heads"), into, "matrix"),
+        "k": Leaf((hidden, keys), ("hidden", "kv_heads"), into, "matrix"),
+        "v": Leaf((hidden, keys), ("hidden", "kv_heads"), into, "matrix"),
+        "o": Leaf((queries, hidden), ("heads", "hidden"), back, "matrix"),
+    }
+    if config.attention_bias:
+        attention["q_bias"] = Leaf((queries,), ("heads",), Constant(0.0), "vector")
+        attention["k_bias"] = Leaf((keys,), ("kv_heads",), Constant(0.0), "vector")
+        attention["v_bias"] = Leaf((keys,), ("kv_heads",), Constant(0.0), "vector")
+    if config.use_qk_norm:
+        attention["q_norm"] = _scale(config.attention_head_dim, "head_dim")
+        attention["k_norm"] = _scale(config.attention_head_dim, "head_dim")
+
+    def feed_forward(width: int, axis: str, *stack: tuple[int, str]) -> Params:
+        sizes, names = tuple(size for size, _ in stack), tuple(name for _, name in stack)
+        inner = Leaf((*sizes, hidden, width), (*names, "hidden", axis), into, "matrix")
+        outer = Leaf((*sizes, width, hidden), (*names, axis, "hidden"), back, "matrix")
+        return {"gate": inner, "up": inner, "down": outer}
+
+    tree: Params = {
+        "attention_norm": _scale(hidden, "hidden"),
+        "attention": attention,
+        "mlp_norm": _scale(hidden, "hidden"),
+    }
+    if not config.is_moe_layer(layer):
+        tree["mlp"] = feed_forward(config.intermediate_size, "intermediate")
+        return tree
+    tree["router"] = Leaf((hidden, config.num_experts), ("hidden", "router"), into, "router")
+    tree["experts"] = feed_forward(config.moe_intermediate_size, "expert_intermediate", (config.num_experts, "experts"))
+    if config.num_shared_experts:
+        tree["shared"] = feed_forward(config.shared_intermediate_size, "intermediate")
+        if config.shared_expert_gate:
+            tree["shared_gate"] = Leaf((hidden, 1), ("hidden", "one"), into, "router")
+    return tree
+
+
+def _map(function: Callable[[Leaf], Any], config: MoEConfig) -> Params:
+    tree = pytree.tree_map(function, declare(config), is_leaf=lambda node: isinstance(node, Leaf))
+    return tree  # type: ignore[no-any-return]
+
+
+def abstract(config: MoEConfig) -> Params:
+    """The parameter tree on ``meta``: shapes and dtypes without memory."""
+    return _map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), config)
+
+
+def labels(config: MoEConfig) -> Params:
+    """The optimizer label of every leaf, for ``optim.partition``."""
+    return _map(lambda leaf: leaf.label, config)
+
+
+def count_parameters(config: MoEConfig, *, active: bool = False) -> int:
+    """How many numbers the parameter tree holds; with ``active``, those that one token meets."""
+    total = 0
+    for leaf in pytree.tree_leaves(declare(config), is_leaf=lambda node: isinstance(node, Leaf)):
+        size = math.prod(leaf.shape)
+        if active and "experts" in leaf.axes:
+            size = size // config.num_experts * config.num_experts_per_tok
+        total += size
+    return total
+
+
+def init(config: MoEConfig, seed: int, device: torch.device | str = "cpu") -> Params:
+    """Initial parameters, fp32.
+
+    Every matrix is drawn from its own seed, made of ``seed``, the leaf's path and, in an expert stack, the
+    expert's number. So the values depend on nothing but those: not on the order of drawing, the mesh, the
+    placement or the world size; and a rank that holds some experts can draw them alone.
+
+    Args:
+      config: the model.
+      seed: any integer.
+      device: where the result lies. The numbers are always drawn on the CPU, so that they are the same anywhere.
+    """
+
+    def draw(path: tuple[Any, ...], leaf: Leaf) -> Tensor:
+        if isinstance(leaf.initializer, Constant):
+            return torch.full(leaf.shape, leaf.initializer.value, dtype=leaf.dtype, device=device)
+        name = leaf_path(path)
+        if leaf.axes[0] != "experts":
+            return _normal(seed, name, leaf.shape, leaf.initializer.std, leaf.dtype).to(device)
+        return torch.stack(
+            [
+                _normal(seed, f"{name}[{expert}]", leaf.shape[1:], leaf.initializer.std, leaf.dtype).to(device)
+                for expert in range(leaf.shape[0])
+            ]
+        )
+
+    tree = pytree.tree_map_with_path(draw, declare(config), is_leaf=lambda node: isinstance(node, Leaf))
+    return tree  # type: ignore[no-any-return]
+
+
+def _normal(seed: int, name: str, shape: tuple[int, ...], std: float, dtype: torch.dtype) -> Tensor:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.randn(shape, generator=generator, dtype=dtype).mul_(std)
