@@ -110,12 +110,12 @@ def make_train_step(
             sums(parts[0]),
         )
 
-        grad_norm = global_norm(gradient)
+        grad_norm = global_norm(gradient, foreach=kernels == "fused")
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         advanced = TrainState(
             state.step,
-            apply_updates(state.params, updates),
+            apply_updates(state.params, updates, foreach=kernels == "fused"),
             opt_state,
             update_balance(state.balance, metrics.counts, config),
         )

@@ -61,16 +61,10 @@ def scale_by_adam(
         count = torch.zeros((), dtype=torch.int64, device=_tree.scalar_device(params))
         return ScaleByAdamState(count, zero_moments(params), zero_moments(params))
 
-    def update(
-        updates: Tree, state: ScaleByAdamState, params: Tree | None = None, /
-    ) -> tuple[Tree, ScaleByAdamState]:
+    def update(updates: Tree, state: ScaleByAdamState, params: Tree | None = None, /) -> tuple[Tree, ScaleByAdamState]:
         mu, spec = _tree.flatten(state.mu)
-        nu = _tree.check_congruent(
-            state.mu, state.nu, "scale_by_adam: the second moments", "the first moments"
-        )
-        grads = _tree.check_congruent(
-            state.mu, updates, "scale_by_adam: the gradients", "the moments", dtype=False
-        )
+        nu = _tree.check_congruent(state.mu, state.nu, "scale_by_adam: the second moments", "the first moments")
+        grads = _tree.check_congruent(state.mu, updates, "scale_by_adam: the gradients", "the moments", dtype=False)
         grads = cast(grads, torch.float32)
         count = state.count + 1
         if foreach:

@@ -35,9 +35,7 @@ class ScheduledLearningRateState(NamedTuple):
     learning_rate: Tensor  # float32 [], the rate of the last update (of the first one before it is made)
 
 
-def scale_by_learning_rate(
-    learning_rate: ScalarOrSchedule, *, foreach: bool = True
-) -> GradientTransformation:
+def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, foreach: bool = True) -> GradientTransformation:
     """Multiply updates by minus the learning rate, which lives in the state.
 
     Args:

@@ -95,9 +95,7 @@ def scale_by_muon(
     whole = functools.partial(
         orthogonalize_whole,
         scale=scale,
-        function=functools.partial(
-            newton_schulz, steps=steps, coefficients=triples, dtype=dtype, method=method
-        ),
+        function=functools.partial(newton_schulz, steps=steps, coefficients=triples, dtype=dtype, method=method),
     )
 
     def axes_tree(params: Tree) -> Tree:
@@ -107,18 +105,14 @@ def scale_by_muon(
     def init(params: Tree) -> ScaleByMuonState:
         leaves, _ = _tree.flatten(params)
         tree = axes_tree(params)
-        for leaf, leaf_axes, path in zip(
-            leaves, pytree.tree_leaves(tree), _tree.leaf_paths(params), strict=True
-        ):
+        for leaf, leaf_axes, path in zip(leaves, pytree.tree_leaves(tree), _tree.leaf_paths(params), strict=True):
             # Shards need not hold whole blocks: there, only the axes can be checked before the leaf is whole.
             check = check_blocks if orthogonalize is orthogonalize_here else check_axes
             check(leaf_axes, leaf.shape, path)
         count = torch.zeros((), dtype=torch.int64, device=_tree.scalar_device(params))
         return ScaleByMuonState(count, zero_moments(params, momentum_dtype))
 
-    def update(
-        updates: Tree, state: ScaleByMuonState, params: Tree | None = None, /
-    ) -> tuple[Tree, ScaleByMuonState]:
+    def update(updates: Tree, state: ScaleByMuonState, params: Tree | None = None, /) -> tuple[Tree, ScaleByMuonState]:
         old, spec = _tree.flatten(state.mu)
         grads = _tree.check_congruent(state.mu, updates, "muon: the gradients", "the momenta", dtype=False)
         if foreach:
@@ -240,10 +234,7 @@ def orthogonalize_whole(
     leaf_axes = _tree.broadcast_prefix(axes, updates, lambda node: isinstance(node, MatrixAxes), "MatrixAxes")
     out = []
     for leaf, one, path in zip(leaves, leaf_axes, paths, strict=True):
-        stacks = [
-            function(stack) * matrix_scale(scale, *stack.shape[-2:])
-            for stack in split_matrices(leaf, one, path)
-        ]
+        stacks = [function(stack) * matrix_scale(scale, *stack.shape[-2:]) for stack in split_matrices(leaf, one, path)]
         out.append(join_matrices(stacks, one, leaf.shape, path))
     return _tree.unflatten(out, spec)
 

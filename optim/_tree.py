@@ -141,9 +141,7 @@ def check_congruent(
             raise ValueError(f"{name}: leaf {path!r} has shape {shapes}")
         if dtype and have.dtype != want.dtype:
             path = leaf_paths(reference)[index]
-            raise ValueError(
-                f"{name}: leaf {path!r} has dtype {have.dtype}, {reference_name} have {want.dtype}"
-            )
+            raise ValueError(f"{name}: leaf {path!r} has dtype {have.dtype}, {reference_name} have {want.dtype}")
     return leaves
 
 
