@@ -77,9 +77,12 @@ def test_text_is_tokenised_once_and_again_when_it_changes(
         patch.setattr(module, "write_tokens", None)
         again = load([folder], tmp_path)
     assert again.summary == first.summary
-    (folder / "a.txt").write_text("changed")
+    before = (folder / "a.txt").stat()
+    (folder / "a.txt").write_text("A" * 20)
+    # Of the same size, and later by a second because the clock of a file system may be coarse.
+    os.utime(folder / "a.txt", (before.st_atime, before.st_mtime + 1))
     changed = load([folder], tmp_path)
-    assert texts_of(changed.train)[0] == "changed"
+    assert texts_of(changed.train)[0] == "A" * 20
     assert changed.train.fingerprint != first.train.fingerprint
     assert load([folder], tmp_path, tokenizer=UpperCase()).train.tokenizer == "upper"
 
