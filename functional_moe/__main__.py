@@ -6,6 +6,10 @@ A mistake of the user's ends in one line on standard error and exit status 2; a 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import itertools
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,27 +39,47 @@ def _train_defaults(arguments: Sequence[str]) -> TrainSettings:
     return TrainSettings(preset=given.preset, model=preset(given.preset))
 
 
+def _parse(arguments: Sequence[str]) -> TrainSettings | SampleSettings | InfoSettings | TokenizeSettings:
+    try:
+        defaults = _train_defaults(arguments) if arguments[:1] == ["train"] else TrainSettings()
+    except StateError:
+        raise
+    except ValueError as error:  # an unknown preset
+        raise SettingsError(str(error)) from error
+    boxed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(boxed):
+            return tyro.cli(
+                Annotated[TrainSettings, tyro.conf.subcommand("train", default=defaults)]
+                | Annotated[SampleSettings, tyro.conf.subcommand("sample")]
+                | Annotated[InfoSettings, tyro.conf.subcommand("info")]
+                | Annotated[TokenizeSettings, tyro.conf.subcommand("tokenize")],
+                prog="functional-moe",
+                description="Mixture-of-Experts training as pure functions.",
+                args=list(arguments),
+            )
+    except SystemExit as stop:
+        if stop.code == 0:  # --help
+            raise
+        raise SettingsError(_unboxed(boxed.getvalue())) from stop
+
+
+def _unboxed(text: str) -> str:
+    """The message in one of tyro's boxes, as one line: what stands between its title and its first rule."""
+    lines = [line.strip("│ ") for line in text.splitlines()[1:]]
+    message = " ".join(itertools.takewhile(lambda line: line.strip("─╰╯"), lines))
+    # Where a configuration refused its values, tyro names the place in its own terms.
+    message = re.sub(r"^Error parsing __tyro\S*: ", "", " ".join(message.split()))
+    return f"{message} (--help lists the flags)"
+
+
 def run(arguments: Sequence[str]) -> int:
     """Parses ``arguments`` and runs their command.
 
     Raises:
       SettingsError, DataError, StateError: whatever the user can mend.
     """
-    try:
-        defaults = _train_defaults(arguments) if arguments[:1] == ["train"] else TrainSettings()
-        settings = tyro.cli(
-            Annotated[TrainSettings, tyro.conf.subcommand("train", default=defaults)]
-            | Annotated[SampleSettings, tyro.conf.subcommand("sample")]
-            | Annotated[InfoSettings, tyro.conf.subcommand("info")]
-            | Annotated[TokenizeSettings, tyro.conf.subcommand("tokenize")],
-            prog="functional-moe",
-            description="Mixture-of-Experts training as pure functions.",
-            args=list(arguments),
-        )
-    except (DataError, StateError, SettingsError):
-        raise
-    except ValueError as error:  # from the checks of the configurations
-        raise SettingsError(str(error)) from error
+    settings = _parse(arguments)
     if isinstance(settings, TrainSettings):
         return train(settings)
     if isinstance(settings, SampleSettings):

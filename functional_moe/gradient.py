@@ -33,8 +33,13 @@ def value_and_grad(function: Callable[[Any], tuple[Tensor, Any]], params: Any) -
     return loss, auxiliary, gradient
 
 
+def inside_transform() -> bool:
+    """Whether a ``torch.func`` transform (grad, vjp, vmap, jvp, ...) is running the caller."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def _is_differentiated(params: Any) -> bool:
     """Whether an outer transform, or autograd, may differentiate what is computed from ``params``."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or (
+    return inside_transform() or (
         torch.is_grad_enabled() and any(leaf.requires_grad for leaf in pytree.tree_leaves(params))
     )

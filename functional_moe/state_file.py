@@ -33,7 +33,13 @@ def save_state(path: Path, state: object) -> None:
     Raises:
       StateError: the disk is full or the folder cannot be written; the previous file is untouched.
     """
-    tensors = {name: leaf.detach().contiguous() for name, leaf in named_leaves(state).items()}
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, leaf in named_leaves(state).items():
+        # The format wants every tensor alone in its memory.
+        storage = leaf.untyped_storage().data_ptr()
+        tensors[name] = leaf.detach().clone() if storage in seen else leaf.detach().contiguous()
+        seen.add(storage)
     partial = path.with_name(f".{path.name}.partial")
     try:
         save_file(tensors, partial)
@@ -55,7 +61,7 @@ def load_state(path: Path, template: Tree, *, prefix: str = "") -> Tree:
     Args:
       path: a file of ``save_state``.
       template: a tree whose leaves have the expected shapes and dtypes (they may be on ``meta``).
-      prefix: a dotted path, to read one part of the saved tree (``"params."``).
+      prefix: of the names, to read one part of the saved tree (``"params."``).
 
     Returns:
       A tree like ``template``. Nothing of the template's values remains in it.
@@ -74,7 +80,9 @@ def load_state(path: Path, template: Tree, *, prefix: str = "") -> Tree:
             if extra := sorted(names - expected.keys()):
                 raise StateError(f"{path} has an unexpected {extra[0]!r} ({len(extra)} in all): it is of another model")
             for name, leaf in expected.items():
-                loaded[name] = file.get_tensor(name)
+                # A copy: in the file tensors lie at any multiple of 8 bytes, and products of memory aligned
+                # otherwise may be rounded otherwise, so that a resumed run would drift from an unbroken one.
+                loaded[name] = file.get_tensor(name).clone()
                 for what in ("shape", "dtype"):
                     if getattr(loaded[name], what) != getattr(leaf, what):
                         raise StateError(

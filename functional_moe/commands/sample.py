@@ -40,7 +40,7 @@ def sample(settings: SampleSettings) -> int:
     run = read_settings(settings.run / SETTINGS_FILE)
     tokenizer = load_tokenizer(run.data.tokenizer, run.data.separator_token)
     params = load_state(settings.run / STATE_FILE, abstract(run.model), prefix="params.")
-    balance = load_state(settings.run / STATE_FILE, {"balance": init_balance(run.model)})["balance"]
+    balance = load_state(settings.run / STATE_FILE, init_balance(run.model), prefix="balance")
     prompt = [tokenizer.separator, *map(int, tokenizer.encode(settings.prompt))]
     try:
         tokens = generate(

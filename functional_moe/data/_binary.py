@@ -175,8 +175,7 @@ def open_tokens(path: Path) -> TokenFile:
     if size != expected:
         cut = "is cut short" if size < expected else "is too long"
         raise DataError(
-            f"{path} {cut}: its header asks for {expected} bytes, it has {size}; "
-            "remove it and tokenise the text again"
+            f"{path} {cut}: its header asks for {expected} bytes, it has {size}; remove it and tokenise the text again"
         )
     try:
         tokens = np.memmap(path, dtype, "r", offset=_HEADER_BYTES, shape=(header.num_tokens,))

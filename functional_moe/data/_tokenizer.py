@@ -105,7 +105,7 @@ class JsonTokenizer:
             tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         # The library raises a bare Exception for whatever is wrong in the JSON.
         except Exception as error:
-            reason = str(error).splitlines()[0]
+            reason = " ".join(str(error).split())
             raise DataError(f"{path} is not a tokenizers JSON file: {reason}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()

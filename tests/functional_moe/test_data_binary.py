@@ -23,9 +23,7 @@ def write(path: Path, documents: list[list[int]], vocab_size: int = 257, separat
         TokenDocument(f"document {number}", iter(np.array_split(np.array(tokens, np.uint32), 2)))
         for number, tokens in enumerate(documents)
     )
-    return write_tokens(
-        path, made, vocab_size=vocab_size, separator=separator, tokenizer="bytes", num_files=1
-    )
+    return write_tokens(path, made, vocab_size=vocab_size, separator=separator, tokenizer="bytes", num_files=1)
 
 
 def documents_of(file: TokenFile) -> list[list[int]]:
@@ -120,9 +118,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_previous_file(tmp_path: Path) -> 
     # A limit on the size of files fails in the same calls as a disk without room.
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(
-            DataError, match=r"cannot write .*corpus\.bin: File too large; make room"
-        ) as caught:
+        with pytest.raises(DataError, match=r"cannot write .*corpus\.bin: File too large; make room") as caught:
             write(path, [[1] * 200_000])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -147,9 +143,7 @@ def corpus(tmp_path: Path) -> Path:
 def change_header(path: Path, **fields: object) -> None:
     content = path.read_bytes()
     header = json.loads(content[8:HEADER_BYTES]) | fields
-    path.write_bytes(
-        content[:8] + json.dumps(header).encode().ljust(HEADER_BYTES - 8) + content[HEADER_BYTES:]
-    )
+    path.write_bytes(content[:8] + json.dumps(header).encode().ljust(HEADER_BYTES - 8) + content[HEADER_BYTES:])
 
 
 @pytest.mark.parametrize(
@@ -212,9 +206,7 @@ def test_offsets_that_do_not_increase_are_refused(corpus: Path, offsets: list[in
 
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
-def test_a_file_cut_anywhere_is_refused(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_file_cut_anywhere_is_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("data") / "corpus.bin"
     write(path, [[1, 2, 3], [4, 5], [6]])
     content = path.read_bytes()

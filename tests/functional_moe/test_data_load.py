@@ -77,9 +77,12 @@ def test_text_is_tokenised_once_and_again_when_it_changes(
         patch.setattr(module, "write_tokens", None)
         again = load([folder], tmp_path)
     assert again.summary == first.summary
-    (folder / "a.txt").write_text("changed")
+    before = (folder / "a.txt").stat()
+    (folder / "a.txt").write_text("A" * 20)
+    # Of the same size, and later by a second because the clock of a file system may be coarse.
+    os.utime(folder / "a.txt", (before.st_atime, before.st_mtime + 1))
     changed = load([folder], tmp_path)
-    assert texts_of(changed.train)[0] == "changed"
+    assert texts_of(changed.train)[0] == "A" * 20
     assert changed.train.fingerprint != first.train.fingerprint
     assert load([folder], tmp_path, tokenizer=UpperCase()).train.tokenizer == "upper"
 
@@ -105,9 +108,7 @@ def test_text_and_tokenised_files_join_when_they_have_one_tokenizer(folder: Path
     tokenize(find_sources([folder / "a.txt"]), other, UpperCase())
     with pytest.raises(DataError, match=r"corpus\.bin has tokenizer bytes but .*other\.bin has upper"):
         load([out, other], tmp_path)
-    with pytest.raises(
-        DataError, match=r"other\.bin was made with the tokenizer upper, not with the given bytes"
-    ):
+    with pytest.raises(DataError, match=r"other\.bin was made with the tokenizer upper, not with the given bytes"):
         load([other], tmp_path, tokenizer=ByteTokenizer())
     assert load([other], tmp_path).train.tokenizer == "upper"
 
@@ -115,9 +116,7 @@ def test_text_and_tokenised_files_join_when_they_have_one_tokenizer(folder: Path
 def test_tokenize_refuses_what_it_would_overwrite_or_misread(folder: Path, tmp_path: Path) -> None:
     sources = find_sources([folder])
     out = tmp_path / "corpus.bin"
-    with pytest.raises(
-        DataError, match=r"corpus\.txt has the suffix '\.txt'; tokenised files are called \.bin"
-    ):
+    with pytest.raises(DataError, match=r"corpus\.txt has the suffix '\.txt'; tokenised files are called \.bin"):
         tokenize(sources, tmp_path / "corpus.txt", ByteTokenizer())
     tokenize(sources, out, ByteTokenizer())
     with pytest.raises(DataError, match=r"corpus\.bin exists; remove it or choose another name"):
