@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import itertools
 import re
@@ -35,7 +36,8 @@ def _train_defaults(arguments: Sequence[str]) -> TrainSettings:
     parser.add_argument("--resume", action="store_true")
     given, _ = parser.parse_known_args(arguments)
     if given.resume and given.out is not None:
-        return read_settings(given.out / SETTINGS_FILE)
+        stored = read_settings(given.out / SETTINGS_FILE)
+        return dataclasses.replace(stored, out=given.out, stop_after=None)
     return TrainSettings(preset=given.preset, model=preset(given.preset))
 
 

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ..config import INFERRED_FIELDS, PRESETS, preset
 from ..parameters import Leaf, declare
 from ..tree import leaf_path
+from .settings import SettingsError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,10 @@ class InfoSettings:
 
 def info(settings: InfoSettings) -> int:
     """Prints the table of leaves, alike layers as one row, and the totals."""
-    config = preset(settings.preset)
+    try:
+        config = preset(settings.preset)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=120)

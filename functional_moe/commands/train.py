@@ -21,7 +21,6 @@ from torch import Tensor
 from ..bigram import fit_bigram
 from ..config import MoEConfig
 from ..data import Corpus, Data, Tokenizer, batch_at, check_vocabulary, load, load_tokenizer, windows_for_eval
-from ..data import DataError as DataError
 from ..flops import measure_matmul_rate, train_flops_per_token
 from ..generate import generate
 from ..model import Batch, loss_fn
@@ -33,6 +32,7 @@ from .progress import Progress, save_picture
 from .settings import SettingsError, TrainSettings, check_same_run, read_settings, to_json
 
 SETTINGS_FILE = "settings.json"
+DATA_FILE = "data.json"
 STATE_FILE = "state.safetensors"
 METRICS_FILE = "metrics.jsonl"
 SAMPLE_FILE = "sample.txt"
@@ -141,6 +141,20 @@ def _load_data(settings: TrainSettings, folder: Path, tokenizer: Tokenizer) -> D
     data = load(settings.data.paths, folder, tokenizer=given, text_field=settings.data.text_field)
     name = "the tokenizer" if settings.data.tokenizer is not None else "the data"
     check_vocabulary(name, data.train.vocab_size, settings.model.vocab_size)
+    identity = folder / DATA_FILE
+    if not settings.resume:
+        identity.write_text(json.dumps({"fingerprint": data.train.fingerprint, "summary": str(data.summary)}) + "\n")
+        return data
+    try:
+        stored = json.loads(identity.read_text(encoding="utf-8"))
+        fingerprint, summary = stored["fingerprint"], stored["summary"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{identity} cannot be read: {str(error).splitlines()[0]}") from error
+    if fingerprint != data.train.fingerprint:
+        raise SettingsError(
+            f"--resume: the data has changed since the run began: then {summary}; now {data.summary}; "
+            "restore it or start a new run"
+        )
     return data
 
 

@@ -292,6 +292,15 @@ def test_resuming_with_other_settings_names_each(
     assert run(*resume, "--seed", 0, "--save-every", 1) == 0
 
 
+def test_resuming_with_other_data_is_refused(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    assert run("train", *SMALL, "--data", text, "--steps", 4, "--stop-after", 2, "--out", out) == 0
+    (text / "00.py").write_text("x = 1\n" * 100)
+    assert "the data has changed" in fails(capsys, monkeypatch, "train", "--out", out, "--resume")
+
+
 def test_a_resume_of_nothing_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,14 +309,14 @@ def test_a_resume_of_nothing_is_named(
     assert "holds no run" in fails(capsys, monkeypatch, "sample", "--run", tmp_path / "none")
 
 
-@pytest.mark.parametrize("victim", ["state.safetensors", "settings.json", "metrics.jsonl"])
+@pytest.mark.parametrize("victim", ["state.safetensors", "settings.json", "metrics.jsonl", "data.json"])
 def test_a_truncated_run_is_named(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, victim: str
 ) -> None:
     out = tmp_path / "run"
     assert run("train", *SMALL, "--data", text, "--steps", 4, "--stop-after", 2, "--out", out) == 0
     path = out / victim
-    path.write_bytes(path.read_bytes()[:50])
+    path.write_bytes(path.read_bytes()[:20])
     assert victim in fails(capsys, monkeypatch, "train", "--out", out, "--resume")
 
 
