@@ -80,8 +80,8 @@ def load_state(path: Path, template: Tree, *, prefix: str = "") -> Tree:
             if extra := sorted(names - expected.keys()):
                 raise StateError(f"{path} has an unexpected {extra[0]!r} ({len(extra)} in all): it is of another model")
             for name, leaf in expected.items():
-                # A copy: in the file tensors lie at any multiple of 8 bytes, and products of memory aligned
-                # otherwise may be rounded otherwise, so that a resumed run would drift from an unbroken one.
+                # A copy in memory of its own: what lies in the file is aligned to 8 bytes only, and the file may
+                # be replaced while the tensor lives.
                 loaded[name] = file.get_tensor(name).clone()
                 for what in ("shape", "dtype"):
                     if getattr(loaded[name], what) != getattr(leaf, what):
