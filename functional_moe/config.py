@@ -108,7 +108,8 @@ class MoEConfig:
     def _check_sizes(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool)):
+            whole = field.type == "int" or (field.type == "int | None" and value is not None)
+            if whole and (not isinstance(value, int) or isinstance(value, bool)):
                 self._fail(field.name, "must be an integer")
             if field.type == "float" and not (isinstance(value, int | float) and math.isfinite(value)):
                 self._fail(field.name, "must be a finite number")
@@ -158,7 +159,7 @@ class MoEConfig:
                 )
             # A frozen dataclass can complete itself only this way; afterwards head_dim is always an int.
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        elif not isinstance(self.head_dim, int) or self.head_dim < 1:
+        elif self.head_dim < 1:
             self._fail("head_dim", "must be at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             self._fail("num_key_value_heads", f"must divide num_attention_heads ({self.num_attention_heads})")
@@ -193,7 +194,7 @@ class MoEConfig:
             )
         if self.shared_expert_intermediate_size is None:
             object.__setattr__(self, "shared_expert_intermediate_size", self.moe_intermediate_size)
-        elif not isinstance(self.shared_expert_intermediate_size, int) or self.shared_expert_intermediate_size < 1:
+        elif self.shared_expert_intermediate_size < 1:
             self._fail("shared_expert_intermediate_size", "must be at least 1")
         if self.shared_expert_gate and not self.num_shared_experts:
             self._fail("shared_expert_gate", "there is no shared expert to gate (num_shared_experts = 0)")
