@@ -97,13 +97,26 @@ def from_rows(y: Tensor, dispatch: Dispatch) -> Tensor:
 
 
 def _grouped_mm_takes(*operands: Tensor) -> bool:
-    """Whether torch's grouped product takes these: a narrow dtype, and rows that start at 16-byte boundaries."""
+    """Whether torch's grouped product takes these: a narrow dtype, and rows or columns at 16-byte boundaries."""
     return all(
         x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and all(stride == 1 or stride * x.element_size() % 16 == 0 for stride in x.stride())
+        and _is_aligned(x)
         and x.storage_offset() * x.element_size() % 16 == 0
         for x in operands
     )
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether every matrix of ``x`` lies row by row or column by column, each starting at a 16-byte boundary."""
+    *batch, row, column = x.stride()
+    # Of sizes 0 and 1 both strides may be 1, or anything; torch asks for one that reaches over the other axis.
+    if row == 1 and column >= max(1, x.shape[-2]):
+        leading = column
+    elif column == 1 and row >= max(1, x.shape[-1]):
+        leading = row
+    else:
+        return False
+    return all(stride * x.element_size() % 16 == 0 for stride in (*batch, leading))
 
 
 def _padded_blocks(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
