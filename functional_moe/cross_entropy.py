@@ -18,6 +18,11 @@ def _logits(x: Tensor, head: Tensor) -> Tensor:
     return (x @ head).to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _classes(targets: Tensor) -> Tensor:
+    """The targets, and any class at all where they are ignored. Other numbers outside the vocabulary stay errors."""
+    return torch.where(targets == IGNORE_INDEX, 0, targets)
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """The summed loss, a chunk of tokens at a time; the backward makes each chunk's logits again.
 
@@ -31,7 +36,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for part, target in zip(x.split(chunk), targets.split(chunk), strict=True):
             logits = _logits(part, head)
             log_sum_exp.append(torch.logsumexp(logits, dim=-1))
-            chosen = logits.gather(-1, target.clamp(min=0)[:, None]).squeeze(-1)
+            chosen = logits.gather(-1, _classes(target)[:, None]).squeeze(-1)
             total = total + torch.where(target == IGNORE_INDEX, 0.0, log_sum_exp[-1] - chosen).sum()
         return total, torch.cat(log_sum_exp)
 
@@ -60,7 +65,7 @@ class _CrossEntropyGradient(torch.autograd.Function):
         for part, target, lse in zip(x.split(chunk), targets.split(chunk), log_sum_exp.split(chunk), strict=True):
             delta = torch.exp_(_logits(part, head).sub_(lse[:, None]))
             rows = torch.arange(len(target), device=target.device)
-            delta[rows, target.clamp(min=0)] -= 1.0
+            delta[rows, _classes(target)] -= 1.0
             delta *= torch.where(target == IGNORE_INDEX, 0.0, grad)[:, None]
             delta = delta.to(x.dtype)
             grads_x.append(delta @ head.t())
@@ -86,7 +91,8 @@ def summed_cross_entropy(
     Args:
       x: ``[tokens, hidden]``.
       head: ``[hidden, vocab]``.
-      targets: int64 ``[tokens]``; ``IGNORE_INDEX`` contributes nothing.
+      targets: int64 ``[tokens]``; ``IGNORE_INDEX`` contributes nothing, every other number is a class of the
+        vocabulary or an indexing error.
       chunk: tokens whose logits exist at one time: the extra memory is ``2 * chunk * vocab * 4`` bytes.
       kernels: ``"reference"`` holds all logits and knows every transform.
 
@@ -96,5 +102,5 @@ def summed_cross_entropy(
     if kernels == "fused":
         total, _ = _ChunkedCrossEntropy.apply(x, head, targets, chunk)
         return total  # type: ignore[no-any-return]
-    losses = torch.log_softmax(_logits(x, head), dim=-1).gather(-1, targets.clamp(min=0)[:, None]).squeeze(-1)
+    losses = torch.log_softmax(_logits(x, head), dim=-1).gather(-1, _classes(targets)[:, None]).squeeze(-1)
     return torch.where(targets == IGNORE_INDEX, 0.0, -losses).sum()

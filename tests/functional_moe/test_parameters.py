@@ -157,7 +157,7 @@ def test_initial_values_have_the_declared_distribution(make_config):
     config = make_config(
         hidden_size=96, moe_intermediate_size=64, vocab_size=500, initializer_range=0.03, num_hidden_layers=8
     )
-    declared = {name: leaf for name, leaf in zip(named_leaves(abstract(config)), leaves(declare(config)), strict=True)}
+    declared = dict(zip(named_leaves(abstract(config)), leaves(declare(config)), strict=True))
     for name, value in named_leaves(init(config, 0)).items():
         initializer = declared[name].initializer
         if isinstance(initializer, Constant):
