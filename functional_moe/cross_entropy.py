@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from .kernels import Kernels
+from .kernels import Kernels, ReverseModeFunction, refuse
 
 IGNORE_INDEX = -100
 """The target that asks for no prediction."""
@@ -23,7 +23,7 @@ def _classes(targets: Tensor) -> Tensor:
     return torch.where(targets == IGNORE_INDEX, 0, targets)
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+class _ChunkedCrossEntropy(ReverseModeFunction):
     """The summed loss, a chunk of tokens at a time; the backward makes each chunk's logits again.
 
     Only the log-sum-exp of each token is kept between the two: one more product with the head is the price.
@@ -52,7 +52,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_x, grad_head, None, None
 
 
-class _CrossEntropyGradient(torch.autograd.Function):
+class _CrossEntropyGradient(ReverseModeFunction):
     """The gradients of the summed loss. Their own derivative is the reference path's business."""
 
     @staticmethod
@@ -77,10 +77,8 @@ class _CrossEntropyGradient(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            "the fused cross-entropy has no rule for second-order differentiation; pass kernels='reference'"
-        )
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        refuse("second-order differentiation")
 
 
 def summed_cross_entropy(
