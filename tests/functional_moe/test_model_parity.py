@@ -295,8 +295,8 @@ def test_every_expert_is_visited_and_every_option_met():
         params, balance = to_tree(dict(model.named_parameters()), config), balance_of(model, config)
         batch = batches(config)["padding-free"]
         counts = loss_fn(params, balance, batch, config)[1].counts
-        assert bool((counts > 0).sum(-1).ge(config.num_experts - 1).all()), name
-        if family is glm4 and config.num_moe_layers and config.num_experts_per_tok < config.num_experts:
+        assert bool((counts.sum(0) > 0).all() or config.num_moe_layers == 0), name
+        if family is glm4 and config.num_moe_layers:
             unbiased = loss_fn(params, torch.zeros_like(balance), batch, config)[1].counts
             assert not torch.equal(counts, unbiased), name
 
