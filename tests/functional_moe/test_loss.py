@@ -337,3 +337,14 @@ def test_int32_batches_are_batches(make_problem):
             loss_fn(params, balance, batch, config, kernels=kernels),
             loss_fn(params, balance, narrow, config, kernels=kernels),
         )
+
+
+def test_an_empty_batch_is_a_zero_loss(make_problem):
+    """A rank may be left without a row."""
+    config, params, balance, batch = make_problem()
+    empty = {key: value[:0] for key, value in batch.items()}
+    for kernels in ("fused", "reference"):
+        loss, metrics, gradient = run((config, params, balance, empty), kernels)
+        assert float(loss) == 0.0
+        assert int(metrics.counts.sum()) == 0
+        chex.assert_trees_all_equal(gradient, pytree.tree_map(torch.zeros_like, params))
