@@ -24,10 +24,10 @@ from .parameters import Params
 from .routing import RouterStats, route, router_stats
 
 Batch = Mapping[str, Tensor]
-"""``tokens`` and ``targets``: int64 [batch, seq]; optionally ``segment_ids``: int [batch, seq].
+"""``tokens`` and ``targets``, and optionally ``segment_ids``: int64 or int32 [batch, seq].
 
-A target of -100 is not predicted. ``segment_ids`` number the documents packed into a row, 0 being padding; without
-them each row is one document without padding.
+A target of -100 is not predicted. ``segment_ids`` number the documents packed into a row, 0 being padding, whose
+targets are not predicted either; without them each row is one document without padding.
 """
 
 _BATCH_KEYS = frozenset({"tokens", "targets", "segment_ids"})
@@ -76,9 +76,14 @@ def valid_tokens(batch: Batch) -> Tensor:
     return torch.ones_like(batch["tokens"], dtype=torch.bool)
 
 
+def predicted_targets(batch: Batch) -> Tensor:
+    """int64 [batch, seq]: the targets, ``IGNORE_INDEX`` at padding whatever the batch holds there."""
+    return torch.where(valid_tokens(batch), batch["targets"].to(torch.int64), IGNORE_INDEX)
+
+
 def count_totals(batch: Batch) -> Totals:
     """The divisors of a batch that is a whole step."""
-    return Totals((batch["targets"] != IGNORE_INDEX).sum(), valid_tokens(batch).sum())
+    return Totals((predicted_targets(batch) != IGNORE_INDEX).sum(), valid_tokens(batch).sum())
 
 
 def embed(params: Params, tokens: Tensor, config: MoEConfig) -> Tensor:
@@ -202,7 +207,7 @@ def loss_fn(
     cross_entropy = summed_cross_entropy(
         x.flatten(0, 1),
         head_weight(params, config),
-        batch["targets"].reshape(-1),
+        predicted_targets(batch).reshape(-1),
         chunk=config.loss_chunk_size,
         kernels=kernels,
     ) / totals.targets.clamp(min=1)

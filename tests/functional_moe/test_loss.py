@@ -139,6 +139,29 @@ def test_nothing_to_predict_is_a_loss_of_zero_with_zero_gradients(make_problem, 
     chex.assert_trees_all_equal(gradient, pytree.tree_map(torch.zeros_like, params))
 
 
+@pytest.mark.parametrize("kernels", ["fused", "reference"])
+def test_a_batch_of_padding_alone_is_a_finite_zero(make_problem, kernels):
+    config, params, balance, batch = make_problem()
+    batch = {**batch, "segment_ids": torch.zeros_like(batch["tokens"])}
+    loss, metrics, gradient = run((config, params, balance, batch), kernels)
+    assert float(loss) == float(metrics.loss) == float(metrics.aux_loss) == float(metrics.z_loss) == 0.0
+    assert int(metrics.counts.sum()) == 0
+    chex.assert_trees_all_equal(gradient, pytree.tree_map(torch.zeros_like, params))
+
+
+@given(target=st.integers(0, 12), seed=st.integers(0, 20))
+@settings(max_examples=10)
+def test_a_target_at_padding_is_not_predicted(make_problem, target, seed):
+    """Whatever a loader leaves there: the segment number alone says what is padding."""
+    problem = make_problem(compute_dtype="float64", batch_options={"seed": seed})
+    batch = problem[3]
+    stray = {**batch, "targets": batch["targets"].masked_fill(batch["segment_ids"] == 0, target)}
+    assert not torch.equal(stray["targets"], batch["targets"])
+    assert count_totals(stray) == count_totals(batch)
+    for kernels in ("fused", "reference"):
+        chex.assert_trees_all_equal(run((*problem[:3], stray), kernels), run(problem, kernels))
+
+
 def test_gradcheck_of_a_two_layer_model(make_problem):
     config, params, balance, batch = make_problem(
         compute_dtype="float64", batch_options={"seq": 5}, num_shared_experts=1, scoring_func="sigmoid"
