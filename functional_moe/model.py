@@ -61,12 +61,19 @@ def check_batch(batch: Batch, config: MoEConfig) -> None:
     for key, value in batch.items():
         if value.shape != shape:
             raise ValueError(f"batch[{key!r}] has shape {tuple(value.shape)}, tokens have {tuple(shape)}")
-        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-            raise ValueError(f"batch[{key!r}] has dtype {value.dtype}; it must be an integer type")
+        if value.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"batch[{key!r}] has dtype {value.dtype}; it must be int64 or int32")
     if shape[1] > config.max_position_embeddings:
         raise ValueError(
             f"batch: sequences of {shape[1]} tokens exceed max_position_embeddings = {config.max_position_embeddings}"
         )
+
+
+def check_balance(balance: Tensor, config: MoEConfig) -> None:
+    """Raises ``ValueError`` unless ``balance`` has a row for each MoE layer and a column for each expert."""
+    shape = (config.num_moe_layers, config.num_experts)
+    if balance.shape != shape:
+        raise ValueError(f"balance has shape {tuple(balance.shape)}; [moe_layers, experts] is {shape}")
 
 
 def valid_tokens(batch: Batch) -> Tensor:
@@ -196,11 +203,12 @@ def loss_fn(
       The loss (a scalar in fp32 or better) and its ``Metrics``.
 
     Raises:
-      ValueError: for a batch of other keys, shapes or dtypes.
+      ValueError: for a batch of other keys, shapes or dtypes, or a balance of another shape.
       NotImplementedError: from the fused kernels, under a transform they have no rule for.
     """
     check_kernels(kernels)
     check_batch(batch, config)
+    check_balance(balance, config)
     if totals is None:
         totals = count_totals(batch)
     x, stats = forward(params, balance, batch, config, kernels)

@@ -340,6 +340,8 @@ BAD_BATCHES = {
     "other shape": (lambda b: {**b, "targets": b["targets"][:, 1:]}, r"'targets'.*\(2, 7\).*\(2, 8\)"),
     "float": (lambda b: {**b, "segment_ids": b["segment_ids"].float()}, r"'segment_ids'.*float32"),
     "bool": (lambda b: {**b, "segment_ids": b["segment_ids"] > 0}, r"'segment_ids'.*bool"),
+    "int16": (lambda b: {**b, "targets": b["targets"].short()}, r"'targets'.*int16"),
+    "uint8": (lambda b: {**b, "tokens": b["tokens"].byte()}, r"'tokens'.*uint8"),
     "too long": (lambda b: {k: v.repeat(1, 9) for k, v in b.items()}, r"72 .*max_position_embeddings = 64"),
 }
 
@@ -360,6 +362,14 @@ def test_int32_batches_are_batches(make_problem):
             loss_fn(params, balance, batch, config, kernels=kernels),
             loss_fn(params, balance, narrow, config, kernels=kernels),
         )
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 5), (2, 4), (2,), (5,)])
+def test_a_balance_of_another_shape_raises(make_problem, shape):
+    """Too many rows would go unread, and one number per layer would be added to every expert."""
+    config, params, _, batch = make_problem()
+    with pytest.raises(ValueError, match=rf"balance.*\({shape[0]},.*\(2, 5\)"):
+        loss_fn(params, torch.zeros(shape), batch, config)
 
 
 def test_an_empty_batch_is_a_zero_loss(make_problem):
