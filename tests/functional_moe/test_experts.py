@@ -157,6 +157,16 @@ def test_grouped_matmul_differentiates_to_second_order(counts):
     assert torch.autograd.gradgradcheck(function, (x, weight))
 
 
+def test_grouped_matmul_differentiates_to_third_order():
+    x, weight = random(3, 2).requires_grad_(), random(3, 2, 2, seed=1).requires_grad_()
+
+    def gradients(a, b):
+        y = grouped_matmul(a, b, offsets_of([2, 0, 1]))
+        return torch.autograd.grad((y**3).sum(), (a, b), create_graph=True)
+
+    assert torch.autograd.gradgradcheck(gradients, (x, weight))
+
+
 def reference_experts(params, x, experts, weights):
     """One token at a time."""
     out = []
