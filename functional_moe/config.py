@@ -157,8 +157,6 @@ class MoEConfig:
                     "num_attention_heads",
                     f"does not divide hidden_size ({self.hidden_size}); give head_dim explicitly",
                 )
-            # A frozen dataclass can complete itself only this way; afterwards head_dim is always an int.
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         elif self.head_dim < 1:
             self._fail("head_dim", "must be at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -168,7 +166,7 @@ class MoEConfig:
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             self._fail(
                 "partial_rotary_factor",
-                f"rotates {self.rotary_dim} of head_dim = {self.head_dim} entries; they come in pairs, so this "
+                f"rotates {self.rotary_dim} entries of a head of {self.attention_head_dim}; they come in pairs, so it "
                 "must be even and at least 2",
             )
 
@@ -192,9 +190,7 @@ class MoEConfig:
             self._fail(
                 "num_experts_per_tok", f"exceeds the {allowed} experts of the topk_group ({self.topk_group}) groups"
             )
-        if self.shared_expert_intermediate_size is None:
-            object.__setattr__(self, "shared_expert_intermediate_size", self.moe_intermediate_size)
-        elif self.shared_expert_intermediate_size < 1:
+        if self.shared_expert_intermediate_size is not None and self.shared_expert_intermediate_size < 1:
             self._fail("shared_expert_intermediate_size", "must be at least 1")
         if self.shared_expert_gate and not self.num_shared_experts:
             self._fail("shared_expert_gate", "there is no shared expert to gate (num_shared_experts = 0)")
@@ -211,13 +207,13 @@ class MoEConfig:
 
     @property
     def attention_head_dim(self) -> int:
-        """``head_dim``, which construction has filled in."""
+        """``head_dim``, or what follows from the hidden size."""
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
 
     @property
     def shared_intermediate_size(self) -> int:
         """Inner width of all shared experts together; 0 without any."""
-        return self.num_shared_experts * (self.shared_expert_intermediate_size or 0)
+        return self.num_shared_experts * (self.shared_expert_intermediate_size or self.moe_intermediate_size)
 
     @property
     def num_moe_layers(self) -> int:

@@ -35,9 +35,14 @@ def value_and_grad(function: Callable[[Any], tuple[Tensor, Any]], params: Any) -
     return loss, auxiliary, gradient
 
 
+def inside_transform() -> bool:
+    """Whether a ``torch.func`` transform (grad, vjp, vmap, jvp, ...) is running the caller."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def _may_be_differentiated(loss: Tensor) -> bool:
     """Whether an outer transform, or autograd, may differentiate what ``loss`` was computed from.
 
     Autograd may for the sake of the parameters or of anything else the loss closes over; ``loss`` knows of both.
     """
-    return torch._C._functorch.peek_interpreter_stack() is not None or loss.requires_grad
+    return inside_transform() or loss.requires_grad

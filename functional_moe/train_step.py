@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .config import MoEConfig
-from .gradient import value_and_grad
+from .gradient import inside_transform, value_and_grad
 from .kernels import Kernels, check_kernels
 from .model import Batch, Metrics, check_batch, count_totals, init_balance, loss_fn
 from .optim import GradientTransformation, apply_updates, global_norm, learning_rates
@@ -88,12 +88,18 @@ def make_train_step(
     Raises:
       ValueError: for ``accumulate < 1`` or unknown kernels here; for a batch of other keys, shapes or dtypes, or
         of rows that ``accumulate`` does not divide, from the step.
+      NotImplementedError: from the step, inside a transform with ``kernels="fused"``.
     """
     if accumulate < 1:
         raise ValueError(f"accumulate = {accumulate}: must be at least 1")
     check_kernels(kernels)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        if kernels == "fused" and inside_transform():
+            raise NotImplementedError(
+                "the train step was called inside a torch.func transform; make it with kernels='reference', and its "
+                "optimizer with foreach=False"
+            )
         check_batch(batch, config)
         totals, parts = count_totals(batch), microbatches(batch, accumulate)
 
@@ -110,12 +116,12 @@ def make_train_step(
             sums(parts[0]),
         )
 
-        grad_norm = global_norm(gradient)
+        grad_norm = global_norm(gradient, foreach=kernels == "fused")
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         advanced = TrainState(
             state.step,
-            apply_updates(state.params, updates),
+            apply_updates(state.params, updates, foreach=kernels == "fused"),
             opt_state,
             update_balance(state.balance, metrics.counts, config),
         )

@@ -289,7 +289,7 @@ def _check_header(path: Path, header: Header) -> None:
         raise DataError(
             f"{path}: header field separator is {header.separator!r:.60}, outside the vocabulary of {header.vocab_size}"
         )
-    # No file is that large; the sizes that are computed from these numbers are to fit into messages and numpy.
+    # No file is that large, and the sizes computed from these numbers are to fit into a message.
     for name in ("num_tokens", "num_documents"):
         if not 0 <= getattr(header, name) < 1 << 48:
             raise DataError(f"{path}: header field {name} is {getattr(header, name)!r:.60}, outside 0 to 2**48")

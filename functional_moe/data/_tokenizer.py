@@ -105,7 +105,7 @@ class JsonTokenizer:
             tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         # The library raises a bare Exception for whatever is wrong in the JSON.
         except Exception as error:
-            reason = str(error).splitlines()[0]
+            reason = " ".join(str(error).split())
             raise DataError(f"{path} is not a tokenizers JSON file: {reason}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -176,7 +176,7 @@ def _find_separator(tokenizer: "tokenizers.Tokenizer", path: str | Path, wanted:
 
 
 def _cut_at_line_breaks(pieces: Iterable[str], size: int) -> Iterator[str]:
-    """Join ``pieces`` and cut them anew, in parts that end at a line break, about ``size`` characters each."""
+    """Cut the text of ``pieces`` anew, at line breaks, into parts of about ``size`` characters."""
     parts: list[str] = []
     length, wanted = 0, size
     for piece in pieces:

@@ -63,7 +63,9 @@ def batch_at(
             shorter than a window, or the file holds a token that its header rules out.
     """
     _check_window(corpus, seq_len, "the training text")
-    if batch_size < 1 or world_size < 1 or batch_size % world_size:
+    if batch_size < 1 or world_size < 1:
+        raise DataError(f"batch_size {batch_size} and world_size {world_size} must be at least 1")
+    if batch_size % world_size:
         raise DataError(f"batch_size {batch_size} is not a multiple of the {world_size} ranks; choose one that is")
     if not 0 <= rank < world_size:
         raise DataError(f"rank {rank} is not in [0, {world_size})")

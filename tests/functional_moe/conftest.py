@@ -23,7 +23,7 @@ from functional_moe.parameters import abstract
 from functional_moe.tree import leaf_path
 
 # Derandomised: a failure here must be a failure everywhere. No deadline: nothing depends on the machine's load.
-settings.register_profile("functional_moe", deadline=None, derandomize=True, database=None, max_examples=25)
+settings.register_profile("functional_moe", deadline=None, derandomize=True, database=None)
 settings.load_profile("functional_moe")
 
 ODD = MoEConfig(

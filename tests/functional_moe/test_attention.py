@@ -180,6 +180,7 @@ def model(make_config, make_params, make_balance):
 @pytest.mark.parametrize("kernels", ["fused", "reference"])
 @given(packing=packings, seed=st.integers(0, 99))
 @example(packing=([2, 3, 2], 1), seed=0)
+@settings(max_examples=25)
 def test_a_packed_document_has_the_logits_it_has_alone(model, kernels, packing, seed):
     config, params, balance = model
     lengths, padding = packing
@@ -192,6 +193,7 @@ def test_a_packed_document_has_the_logits_it_has_alone(model, kernels, packing, 
 
 
 @given(packing=packings, seed=st.integers(0, 99), data=st.data())
+@settings(max_examples=25)
 def test_a_token_depends_on_no_other_document_no_padding_and_no_later_token(model, packing, seed, data):
     config, params, balance = model
     lengths, padding = packing
@@ -208,6 +210,7 @@ def test_a_token_depends_on_no_other_document_no_padding_and_no_later_token(mode
 
 
 @given(packing=packings, seed=st.integers(0, 99), more=st.integers(1, 4))
+@settings(max_examples=25)
 def test_padding_counts_in_no_loss_no_count_and_no_gradient(model, packing, seed, more):
     config, params, balance = model
     lengths, padding = packing

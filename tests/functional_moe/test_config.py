@@ -90,10 +90,12 @@ def test_the_borders_of_the_possible_are_possible(make_config):
     make_config(num_key_value_heads=4)
 
 
-def test_defaults_are_filled_in(make_config):
-    config = make_config(hidden_size=24, head_dim=None, num_shared_experts=3, shared_expert_intermediate_size=None)
-    assert (config.head_dim, config.attention_head_dim, config.rotary_dim) == (6, 6, 6)
-    assert (config.shared_expert_intermediate_size, config.shared_intermediate_size) == (7, 21)
+def test_widths_not_given_follow_the_others(make_config):
+    config = make_config(hidden_size=24, head_dim=None, num_shared_experts=3)
+    assert (config.attention_head_dim, config.rotary_dim, config.shared_intermediate_size) == (6, 6, 21)
+    # and go on following them: nothing that construction filled in is left over from before
+    wider = dataclasses.replace(config, hidden_size=48, moe_intermediate_size=10)
+    assert (wider.attention_head_dim, wider.shared_intermediate_size) == (12, 30)
     assert dataclasses.replace(config) == config
 
 

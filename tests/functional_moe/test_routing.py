@@ -106,10 +106,11 @@ def test_group_limited_selection_is_its_definition(make_config, data):
     config = make_config(
         num_experts=experts, num_experts_per_tok=top_k, n_group=n_group, topk_group=topk_group, norm_topk_prob=False
     )
-    # Distinct values, so that the sets are determined; biases of either sign and larger than any score.
-    distinct = st.permutations(range(experts))
-    scores = torch.tensor(data.draw(distinct), dtype=torch.float64) / experts
-    bias = torch.tensor(data.draw(distinct), dtype=torch.float64) * 0.377 - data.draw(st.floats(0, 5))
+    # Values whose sums never tie, so that the sets are determined; biases of either sign and larger than any score.
+    permutation = st.permutations(range(experts)).map(torch.tensor)
+    primes = torch.tensor([2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37], dtype=torch.float64)
+    scores = primes.sqrt()[data.draw(permutation, label="order of scores")] / 7
+    bias = primes.log()[data.draw(permutation, label="order of biases")] - data.draw(st.integers(0, 5), label="shift")
     chosen = select(scores[None], bias, config)[0].tolist()
     assert len(set(chosen)) == top_k
     assert set(chosen) == brute_force(scores, bias, config)

@@ -1,0 +1,107 @@
+"""The command line: ``functional-moe COMMAND`` or ``python -m functional_moe COMMAND``.
+
+A mistake of the user's ends in one line on standard error and exit status 2; a mistake of ours in a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import itertools
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from .commands.info import InfoSettings, info
+from .commands.sample import SampleSettings, sample
+from .commands.settings import SettingsError, TrainSettings, read_settings
+from .commands.tokenize import TokenizeSettings, tokenize
+from .commands.train import SETTINGS_FILE, train
+from .config import preset
+from .data import DataError
+from .state_file import StateError
+
+
+def _train_defaults(arguments: Sequence[str]) -> TrainSettings:
+    """What the flags of ``train`` change: the settings of the run that is resumed, or the preset's."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    given, _ = parser.parse_known_args(arguments)
+    if given.resume and given.out is not None:
+        stored = read_settings(given.out / SETTINGS_FILE)
+        return dataclasses.replace(stored, out=given.out, stop_after=None)
+    return TrainSettings(preset=given.preset, model=preset(given.preset))
+
+
+def _parse(arguments: Sequence[str]) -> TrainSettings | SampleSettings | InfoSettings | TokenizeSettings:
+    try:
+        defaults = _train_defaults(arguments) if arguments[:1] == ["train"] else TrainSettings()
+    except StateError:
+        raise
+    except ValueError as error:  # an unknown preset
+        raise SettingsError(str(error)) from error
+    boxed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(boxed):
+            return tyro.cli(
+                Annotated[TrainSettings, tyro.conf.subcommand("train", default=defaults)]
+                | Annotated[SampleSettings, tyro.conf.subcommand("sample")]
+                | Annotated[InfoSettings, tyro.conf.subcommand("info")]
+                | Annotated[TokenizeSettings, tyro.conf.subcommand("tokenize")],
+                prog="functional-moe",
+                description="Mixture-of-Experts training as pure functions.",
+                args=list(arguments),
+            )
+    except SystemExit as stop:
+        if stop.code == 0:  # --help
+            raise
+        raise SettingsError(_unboxed(boxed.getvalue())) from stop
+
+
+def _unboxed(text: str) -> str:
+    """The message in one of tyro's boxes, as one line: what stands between its title and its first rule."""
+    lines = [line.strip("│ ") for line in text.splitlines()[1:]]
+    message = " ".join(itertools.takewhile(lambda line: line.strip("─╰╯"), lines))
+    # Where a configuration refused its values, tyro names the place in its own terms.
+    message = re.sub(r"^Error parsing __tyro\S*: ", "", " ".join(message.split()))
+    return f"{message} (--help lists the flags)"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parses ``arguments`` and runs their command.
+
+    Raises:
+      SettingsError, DataError, StateError: whatever the user can mend.
+    """
+    settings = _parse(arguments)
+    if isinstance(settings, TrainSettings):
+        return train(settings)
+    if isinstance(settings, SampleSettings):
+        return sample(settings)
+    if isinstance(settings, InfoSettings):
+        return info(settings)
+    return tokenize(settings)
+
+
+def main() -> None:
+    """The entry point of the ``functional-moe`` command."""
+    try:
+        status = run(sys.argv[1:])
+    except (SettingsError, DataError, StateError) as error:
+        print(f"functional-moe: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

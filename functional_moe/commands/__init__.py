@@ -1,0 +1,1 @@
+"""The commands ``train``, ``sample``, ``info``, ``tokenize``: each a dataclass of settings and a function of it."""

@@ -1,0 +1,60 @@
+"""``functional-moe sample``: text from a trained run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from ..data import load_tokenizer
+from ..generate import generate
+from ..model import init_balance
+from ..parameters import abstract
+from ..state_file import load_state
+from .settings import SettingsError, read_settings
+from .train import SETTINGS_FILE, STATE_FILE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleSettings:
+    """Continues a prompt with the model of a run."""
+
+    run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Folder of the run."""
+    prompt: str = ""
+    """What the text starts with; nothing starts a document."""
+    tokens: int = 256
+    """Most tokens to write; the text may end before."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the most likely token."""
+    top_p: float = 0.95
+    """Considers the fewest tokens whose probabilities reach this sum."""
+    seed: int = 0
+    """Of the random numbers."""
+
+
+def sample(settings: SampleSettings) -> int:
+    """Prints the prompt and its continuation."""
+    run = read_settings(settings.run / SETTINGS_FILE)
+    tokenizer = load_tokenizer(run.data.tokenizer, run.data.separator_token)
+    params = load_state(settings.run / STATE_FILE, abstract(run.model), prefix="params.")
+    balance = load_state(settings.run / STATE_FILE, init_balance(run.model), prefix="balance")
+    prompt = [tokenizer.separator, *map(int, tokenizer.encode(settings.prompt))]
+    try:
+        tokens = generate(
+            params,
+            balance,
+            run.model,
+            prompt,
+            settings.tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            seed=settings.seed,
+            stop=tokenizer.separator,
+        )
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    print(settings.prompt + tokenizer.decode(tokens))
+    return 0

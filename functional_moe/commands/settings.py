@@ -1,0 +1,151 @@
+"""What a run is made of: settings that can be written beside it and held against those of a later call."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from ..config import MoEConfig, preset
+from ..optimizers import OptimizerSettings
+from ..state_file import StateError
+
+
+class SettingsError(ValueError):
+    """Settings that make no run; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """What is learned from."""
+
+    paths: Annotated[tuple[Path, ...], tyro.conf.arg(name="data", metavar="PATH ...")] = ()
+    """Files or folders of .txt, .md, .py, .jsonl (each also .gz), or tokenised .bin files. Nothing: the sources of
+    the Python standard library, as bytes."""
+    text_field: str = "text"
+    """The field of a .jsonl line that holds the text."""
+    tokenizer: Path | None = None
+    """A ``tokenizers`` JSON file. Without one, text is read as bytes."""
+    separator_token: str | None = None
+    """The tokenizer's special token that stands between documents."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """Trains a Mixture-of-Experts language model and shows that it learned.
+
+    With no flags it trains the tiny preset on the sources of the Python standard library, in a few minutes on two
+    cores.
+    """
+
+    preset: str = "tiny"
+    """Named model; ``--model.*`` changes single fields of it."""
+    model: MoEConfig = dataclasses.field(default_factory=lambda: preset("tiny"))
+    """The model."""
+    optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
+    """What to minimise with."""
+    data: Annotated[DataSettings, tyro.conf.arg(name="")] = dataclasses.field(default_factory=DataSettings)
+    """What to learn from."""
+    steps: int = 400
+    """Optimizer steps of the whole run; the schedule spans them."""
+    batch_size: int = 16
+    """Sequences per step."""
+    seq_len: int = 256
+    """Tokens per sequence."""
+    accumulate: int = 1
+    """Microbatches per step: the same result in less memory."""
+    seed: int = 0
+    """Of the initial parameters and of the order of the data."""
+    eval_every: int = 100
+    """Steps between validations."""
+    eval_windows: int = 128
+    """Held-out sequences per validation, the same ones each time."""
+    max_refused: int = 10
+    """Steps in a row whose loss or gradient is not finite before the run gives up."""
+    sample_tokens: int = 240
+    """Length of the sample at the end; 0 for none."""
+    out: Path | None = None
+    """Folder of the run; must not hold one already, unless it is resumed. Default: the next free runs/PRESET-N."""
+    resume: bool = False
+    """Continue the run in ``--out``. Its own settings are taken; flags given besides must agree with them."""
+    save_every: int = 100
+    """Steps between saved states; one is always saved at the end and on Ctrl-C."""
+    stop_after: int | None = None
+    """Stop after this step as if interrupted; ``--resume`` goes on from there."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "seq_len", "accumulate", "eval_every", "eval_windows", "save_every"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        if self.max_refused < 1:
+            raise SettingsError(f"--max-refused {self.max_refused}: must be at least 1")
+        if self.sample_tokens < 0:
+            raise SettingsError(f"--sample-tokens {self.sample_tokens}: must be at least 0")
+        if self.stop_after is not None and self.stop_after < 1:
+            raise SettingsError(f"--stop-after {self.stop_after}: must be at least 1")
+        if self.batch_size % self.accumulate:
+            raise SettingsError(f"--accumulate {self.accumulate}: does not divide --batch-size {self.batch_size}")
+        if self.seq_len > self.model.max_position_embeddings:
+            raise SettingsError(
+                f"--seq-len {self.seq_len}: exceeds the model's max_position_embeddings "
+                f"{self.model.max_position_embeddings}"
+            )
+
+
+# What may differ between a run and its continuation: it changes no value the run computes.
+_FREE = frozenset({"out", "resume", "save_every", "stop_after", "preset"})
+
+
+def to_json(settings: TrainSettings) -> str:
+    """The settings as JSON text."""
+    return json.dumps(dataclasses.asdict(settings), indent=2, default=str) + "\n"
+
+
+def read_settings(path: Path) -> TrainSettings:
+    """The settings that ``to_json`` wrote to ``path``.
+
+    Raises:
+      StateError: the file is missing, or not such settings.
+    """
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        data = values.pop("data")
+        paths = tuple(map(Path, data.pop("paths")))
+        tokenizer = data.pop("tokenizer")
+        out = values.pop("out")
+        return TrainSettings(
+            model=MoEConfig(**values.pop("model")),
+            optimizer=OptimizerSettings(**values.pop("optimizer")),
+            data=DataSettings(paths=paths, tokenizer=Path(tokenizer) if tokenizer else None, **data),
+            out=Path(out) if out else None,
+            **values,
+        )
+    except FileNotFoundError as error:
+        raise StateError(f"{path.parent} holds no run: there is no {path.name} in it") from error
+    except (OSError, UnicodeDecodeError, ValueError, TypeError, KeyError) as error:
+        raise StateError(f"{path} does not describe a run: {str(error).splitlines()[0]}") from error
+
+
+def check_same_run(stored: TrainSettings, given: TrainSettings) -> None:
+    """Raises ``SettingsError``, naming each field that differs, unless ``given`` continues ``stored``."""
+    differing = [
+        f"{name} is {then} there and {now} here"
+        for (name, then), now in zip(_flat(stored).items(), _flat(given).values(), strict=True)
+        if then != now and name not in _FREE
+    ]
+    if differing:
+        raise SettingsError(f"--resume: the run has other settings: {'; '.join(differing)}")
+
+
+def _flat(settings: object, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):  # type: ignore[arg-type]
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            flat |= _flat(value, f"{prefix}{field.name}.")
+        else:
+            flat[f"{prefix}{field.name}"] = value
+    return flat

@@ -1,0 +1,314 @@
+"""``functional-moe train``: data, steps, validation, states on disk, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..bigram import fit_bigram
+from ..config import MoEConfig
+from ..data import Corpus, Data, Tokenizer, batch_at, check_vocabulary, load, load_tokenizer, windows_for_eval
+from ..flops import measure_matmul_rate, train_flops_per_token
+from ..generate import generate
+from ..model import Batch, loss_fn
+from ..optimizers import make_optimizer
+from ..parameters import init
+from ..state_file import StateError, load_state, save_state
+from ..train_step import StepMetrics, TrainState, init_state, make_train_step
+from .progress import Progress, save_picture
+from .settings import SettingsError, TrainSettings, check_same_run, read_settings, to_json
+
+SETTINGS_FILE = "settings.json"
+DATA_FILE = "data.json"
+STATE_FILE = "state.safetensors"
+METRICS_FILE = "metrics.jsonl"
+SAMPLE_FILE = "sample.txt"
+PICTURE_FILE = "training.png"
+
+
+class Interrupt:
+    """Notes Ctrl-C or SIGTERM, so that a run can finish its step and save; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Takes the two signals over for as long as the context lasts."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python delivers signals to the main thread alone.
+            return
+        previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+class Evaluation(NamedTuple):
+    """The held-out windows, and what a bigram model scores on them."""
+
+    batches: list[Batch]
+    bigram: float | None  # nats per token; None when the vocabulary is too large for one
+
+
+def train(settings: TrainSettings) -> int:
+    """Runs ``settings``; returns the exit status (0, 1 for a run that gave up, 128 + n when stopped by signal n)."""
+    folder, state, first_records = _open_run(settings)
+    tokenizer = load_tokenizer(settings.data.tokenizer, settings.data.separator_token)
+    data = _load_data(settings, folder, tokenizer)
+    evaluation = _evaluation(data, settings)
+    progress = Progress(settings.steps, train_flops_per_token(settings.model, settings.seq_len))
+    progress.say(f"data: {data.summary}")
+    progress.say(
+        f"model: {settings.preset}, {settings.model.num_params:,} parameters, "
+        f"{settings.model.num_active_params:,} active; run: {folder}"
+    )
+    progress.start(measure_matmul_rate(settings.model.dtype))
+
+    interrupt = Interrupt()
+    with interrupt.noted(), _Log(folder, first_records) as log, progress:
+        state, refused = _loop(settings, folder, state, data.train, evaluation, interrupt, log, progress)
+    if refused:
+        progress.say(
+            f"stopped at step {int(state.step)}: the loss or the gradient norm was not finite in "
+            f"{settings.max_refused} steps in a row; the state before them is kept in {folder / STATE_FILE}"
+        )
+        return 1
+    if int(state.step) < settings.steps:
+        progress.say(f"stopped at step {int(state.step)} of {settings.steps}; --out {folder} --resume goes on")
+        return 0 if interrupt.signal is None else 128 + interrupt.signal
+    _finish(settings, folder, state, tokenizer, evaluation, progress)
+    return 0
+
+
+def _open_run(settings: TrainSettings) -> tuple[Path, TrainState, list[dict[str, Any]]]:
+    """The run's folder, the state it starts from and the metrics of the steps before that."""
+    template = _fresh_state(settings)
+    if settings.resume:
+        if settings.out is None:
+            raise SettingsError("--resume: say which run with --out")
+        check_same_run(read_settings(settings.out / SETTINGS_FILE), settings)
+        state = load_state(settings.out / STATE_FILE, template)
+        return settings.out, state, _read_records(settings.out / METRICS_FILE, int(state.step))
+    folder = settings.out or _next_free(settings.preset)
+    if (folder / SETTINGS_FILE).exists():
+        raise SettingsError(f"--out {folder} already holds a run; choose another folder, or continue it with --resume")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SETTINGS_FILE).write_text(to_json(dataclasses.replace(settings, out=folder)), encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"--out {folder}: {error.strerror}; choose a folder that can be written") from error
+    return folder, template, []
+
+
+def _fresh_state(settings: TrainSettings) -> TrainState:
+    return init_state(init(settings.model, settings.seed), _optimizer(settings), settings.model)
+
+
+def _optimizer(settings: TrainSettings) -> Any:
+    return make_optimizer(settings.model, settings.optimizer, settings.steps)
+
+
+def _next_free(name: str) -> Path:
+    number = 1
+    while (Path("runs") / f"{name}-{number}").exists():
+        number += 1
+    return Path("runs") / f"{name}-{number}"
+
+
+def _load_data(settings: TrainSettings, folder: Path, tokenizer: Tokenizer) -> Data:
+    given = tokenizer if settings.data.tokenizer is not None else None
+    data = load(settings.data.paths, folder, tokenizer=given, text_field=settings.data.text_field)
+    name = "the tokenizer" if settings.data.tokenizer is not None else "the data"
+    check_vocabulary(name, data.train.vocab_size, settings.model.vocab_size)
+    identity = folder / DATA_FILE
+    if not settings.resume:
+        identity.write_text(json.dumps({"fingerprint": data.train.fingerprint, "summary": str(data.summary)}) + "\n")
+        return data
+    try:
+        stored = json.loads(identity.read_text(encoding="utf-8"))
+        fingerprint, summary = stored["fingerprint"], stored["summary"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{identity} cannot be read: {str(error).splitlines()[0]}") from error
+    if fingerprint != data.train.fingerprint:
+        raise SettingsError(
+            f"--resume: the data has changed since the run began: then {summary}; now {data.summary}; "
+            "restore it or start a new run"
+        )
+    return data
+
+
+def _evaluation(data: Data, settings: TrainSettings) -> Evaluation:
+    batches: list[Batch] = list(
+        windows_for_eval(data.held_out, settings.eval_windows, seq_len=settings.seq_len, batch_size=settings.batch_size)
+    )
+    # Asked for here, so that a corpus shorter than a window is refused before anything is computed.
+    batch_at(data.train, 0, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=settings.seed)
+    if data.train.vocab_size > 4096:
+        return Evaluation(batches, None)
+    bigram = fit_bigram(data.train)
+    return Evaluation(batches, _mean([(float(bigram.loss(b["tokens"], b["targets"])), b) for b in batches]))
+
+
+def _mean(losses: list[tuple[float, Batch]]) -> float:
+    """The mean over tokens of batches' means; all their targets count, as packed text has none to ignore."""
+    return sum(loss * batch["targets"].numel() for loss, batch in losses) / sum(
+        batch["targets"].numel() for _, batch in losses
+    )
+
+
+def evaluate(state: TrainState, batches: list[Batch], config: MoEConfig) -> float:
+    """Mean nats per token on ``batches``. Changes nothing."""
+    with torch.no_grad():
+        return _mean([(float(loss_fn(state.params, state.balance, b, config)[1].loss), b) for b in batches])
+
+
+def _loop(
+    settings: TrainSettings,
+    folder: Path,
+    state: TrainState,
+    corpus: Corpus,
+    evaluation: Evaluation,
+    interrupt: Interrupt,
+    log: _Log,
+    progress: Progress,
+) -> tuple[TrainState, bool]:
+    """Steps until the end, an interrupt or too many refused steps; says whether it was the last."""
+    step_fn = make_train_step(settings.model, _optimizer(settings), accumulate=settings.accumulate)
+    last = settings.steps if settings.stop_after is None else min(settings.steps, settings.stop_after)
+    refused = 0
+    for step in range(int(state.step), last):
+        start = time.perf_counter()
+        batch = batch_at(corpus, step, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=settings.seed)
+        state, metrics = step_fn(state, batch)
+        record = _record(step + 1, metrics)
+        seconds = time.perf_counter() - start
+        refused = 0 if record["finite"] else refused + 1
+        done = step + 1
+        if done % settings.eval_every == 0 or done == settings.steps:
+            record["held_out_loss"] = evaluate(state, evaluation.batches, settings.model)
+        log.write(record, seconds)
+        progress.step(record, seconds, evaluation.bigram)
+        gave_up, stopped = refused >= settings.max_refused, interrupt.signal is not None
+        if done % settings.save_every == 0 or done == last or gave_up or stopped:
+            save_state(folder / STATE_FILE, state)
+        if gave_up or stopped:
+            return state, gave_up
+    return state, False
+
+
+def _record(step: int, metrics: StepMetrics) -> dict[str, Any]:
+    """Metrics as plain values, in the order they are written."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: plain(part) for name, part in value.items()}
+        return value.tolist() if isinstance(value, Tensor) else value
+
+    return {"step": step, **{name: plain(value) for name, value in metrics._asdict().items()}}
+
+
+class _Log:
+    """The metrics of a run: a line of JSON per step, and TensorBoard's files when it is installed."""
+
+    def __init__(self, folder: Path, records: list[dict[str, Any]]) -> None:
+        self._folder = folder
+        self._kept = records
+
+    def __enter__(self) -> _Log:
+        path = self._folder / METRICS_FILE
+        # A run that was killed may have written steps that its last state has not seen: they come again.
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(json.dumps(record) + "\n" for record in self._kept), encoding="utf-8")
+        partial.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._board = _tensorboard(self._folder, len(self._kept))
+        return self
+
+    def write(self, record: dict[str, Any], seconds: float) -> None:
+        """Adds a step; ``seconds`` stands apart from what the step computed."""
+        self._file.write(json.dumps({**record, "seconds": round(seconds, 4)}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in record.items():
+                if isinstance(value, float) and math.isfinite(value):
+                    self._board.add_scalar(name, value, record["step"])
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _tensorboard(folder: Path, steps: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=steps + 1)
+
+
+def _read_records(path: Path, steps: int) -> list[dict[str, Any]]:
+    try:
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:steps]]
+    except (OSError, ValueError) as error:
+        raise StateError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    if len(records) != steps:
+        raise StateError(f"{path} has {len(records)} steps, the state has {steps}")
+    return records
+
+
+def _finish(
+    settings: TrainSettings,
+    folder: Path,
+    state: TrainState,
+    tokenizer: Tokenizer,
+    evaluation: Evaluation,
+    progress: Progress,
+) -> None:
+    """The verdict, a sample and a picture."""
+    records = _read_records(folder / METRICS_FILE, settings.steps)
+    loss = records[-1]["held_out_loss"]
+    progress.say(f"held-out loss {loss:.3f} nats per token")
+    if evaluation.bigram is not None:
+        progress.say(f"a bigram model of the same text: {evaluation.bigram:.3f}, {evaluation.bigram - loss:+.3f} away")
+    if settings.sample_tokens:
+        room = settings.model.max_position_embeddings - 1
+        tokens = generate(
+            state.params,
+            state.balance,
+            settings.model,
+            [tokenizer.separator],
+            min(settings.sample_tokens, room),
+            seed=settings.seed,
+            stop=tokenizer.separator,
+        )
+        text = tokenizer.decode(tokens)
+        (folder / SAMPLE_FILE).write_text(text, encoding="utf-8")
+        progress.say(f"a sample, also in {folder / SAMPLE_FILE}:\n{text}")
+    picture = folder / PICTURE_FILE
+    if save_picture(picture, records, evaluation.bigram):
+        progress.say(f"picture: {picture}")
+    else:
+        progress.say("no picture: matplotlib is not installed (the extra 'plot' brings it)")
+    progress.say(f"go on with: functional-moe sample --run {os.fspath(folder)} --prompt 'def '")

@@ -1,0 +1,182 @@
+"""Adam's scaling and AdamW (Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, arXiv 1711.05101)."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _tree
+from ._base import GradientTransformation, chain, checked
+from ._decay import add_decayed_weights
+from ._elementwise import cast, check_no_transform, lerp
+from ._learning_rate import ScalarOrSchedule, scale_by_learning_rate
+from ._tree import Tree
+
+
+class ScaleByAdamState(NamedTuple):
+    """Adam's moments."""
+
+    count: Tensor  # type: ignore[assignment]  # int64 [], updates made so far
+    mu: Tree  # float32, congruent with the parameters: average of the gradients
+    nu: Tree  # float32, congruent with the parameters: average of their squares
+
+
+def scale_by_adam(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    *,
+    nesterov: bool = False,
+    foreach: bool = True,
+) -> GradientTransformation:
+    """Divide the average gradient by the root of the average squared gradient, both bias-corrected.
+
+    Moments and results are float32 whatever the gradients' dtype. The bias corrections are computed in
+    float64 from the count, as in torch; optax computes them in float32, where ``b2 = 0.999`` costs up to 1e-5
+    relative in the first steps.
+
+    Args:
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: added to the root.
+        eps_root: added under the root. Above 0 it keeps the derivative finite where a gradient is 0.
+        nesterov: look ahead as NAdam does (Dozat 2016), in optax's form.
+        foreach: a fused kernel over all leaves; ``False`` inside a ``torch.func`` transform.
+
+    Raises:
+        ValueError: a hyperparameter out of its range; in ``update``, gradients that are not congruent with
+            the moments.
+        RuntimeError: ``foreach=True`` inside a ``torch.func`` transform.
+    """
+    for name, value in (("b1", b1), ("b2", b2)):
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{name} must be in [0, 1), got {value}")
+    for name, value in (("eps", eps), ("eps_root", eps_root)):
+        if not 0.0 <= value < float("inf"):
+            raise ValueError(f"{name} must be a finite number of at least 0, got {value}")
+
+    def init(params: Tree) -> ScaleByAdamState:
+        count = torch.zeros((), dtype=torch.int64, device=_tree.scalar_device(params))
+        return ScaleByAdamState(count, zero_moments(params), zero_moments(params))
+
+    def update(updates: Tree, state: ScaleByAdamState, params: Tree | None = None, /) -> tuple[Tree, ScaleByAdamState]:
+        mu, spec = _tree.flatten(state.mu)
+        nu = _tree.check_congruent(state.mu, state.nu, "scale_by_adam: the second moments", "the first moments")
+        grads = _tree.check_congruent(state.mu, updates, "scale_by_adam: the gradients", "the moments", dtype=False)
+        grads = cast(grads, torch.float32)
+        count = state.count + 1
+        if foreach:
+            check_no_transform([state.count, *grads, *mu, *nu], "scale_by_adam")
+        if not grads:
+            return _tree.unflatten([], spec), ScaleByAdamState(count, state.mu, state.nu)
+        if foreach and not nesterov and eps_root == 0.0:
+            out, mu, nu = _fused(grads, mu, nu, count, b1, b2, eps)
+        else:
+            out, mu, nu = _plain(grads, mu, nu, count, b1, b2, eps, eps_root, nesterov, foreach)
+        new_state = ScaleByAdamState(count, _tree.unflatten(mu, spec), _tree.unflatten(nu, spec))
+        return _tree.unflatten(out, spec), new_state
+
+    return GradientTransformation(init, update)
+
+
+def adamw(
+    learning_rate: ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    weight_decay: float = 1e-4,
+    mask: Tree | Callable[[Tree], Tree] | None = None,
+    *,
+    nesterov: bool = False,
+    foreach: bool = True,
+) -> GradientTransformation:
+    """Adam with decoupled weight decay: the decay of a step is ``weight_decay`` times its learning rate.
+
+    Args:
+        learning_rate: a constant or a schedule, see :func:`scale_by_learning_rate`.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root.
+        eps_root: added under the root.
+        weight_decay: times the rate and the parameter.
+        mask: where decay applies, see :func:`add_decayed_weights`.
+        nesterov: NAdam's first moment.
+        foreach: fused kernels over all leaves; ``False`` inside a ``torch.func`` transform.
+
+    Raises:
+        ValueError: a hyperparameter out of its range; in ``update``, gradients that differ from the
+            parameters in tree, shape or dtype.
+
+    Example:
+        >>> tx = adamw(3e-4, weight_decay=0.1)
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(grads, state, params)
+        >>> params = apply_updates(params, updates)
+    """
+    return checked(
+        chain(
+            scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov, foreach=foreach),
+            add_decayed_weights(weight_decay, mask, foreach=foreach),
+            scale_by_learning_rate(learning_rate, foreach=foreach),
+        ),
+        "adamw",
+    )
+
+
+def zero_moments(params: Tree, dtype: torch.dtype = torch.float32) -> Tree:
+    """Return zeros of the parameters' shapes, contiguous, on their devices."""
+    leaves, spec = _tree.flatten(params)
+    return _tree.unflatten([torch.zeros_like(leaf, dtype=dtype).contiguous() for leaf in leaves], spec)
+
+
+def bias_correction(decay: float, count: Tensor) -> Tensor:
+    """Return ``1 - decay ** count``, float64 []: what an average that started at 0 has to be divided by."""
+    return 1.0 - torch.pow(torch.tensor(decay, dtype=torch.float64), count)
+
+
+def _fused(
+    grads: list[Tensor], mu: list[Tensor], nu: list[Tensor], count: Tensor, b1: float, b2: float, eps: float
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Torch's fused AdamW kernel on fresh copies: a rate of 1 on parameters of 0 leaves minus the result."""
+    # The kernel walks raw memory and does not look at strides, so everything has to be contiguous.
+    grads = [grad.contiguous() for grad in grads]
+    mu = [m.clone(memory_format=torch.contiguous_format) for m in mu]
+    nu = [v.clone(memory_format=torch.contiguous_format) for v in nu]
+    out = [torch.zeros_like(grad) for grad in grads]
+    step = count.to(grads[0].device, torch.float32)
+    torch._fused_adamw_(
+        out, grads, mu, nu, [], [step] * len(out), lr=1.0, beta1=b1, beta2=b2, weight_decay=0.0, eps=eps,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+    torch._foreach_neg_(out)
+    return out, mu, nu
+
+
+def _plain(
+    grads: list[Tensor],
+    mu: list[Tensor],
+    nu: list[Tensor],
+    count: Tensor,
+    b1: float,
+    b2: float,
+    eps: float,
+    eps_root: float,
+    nesterov: bool,
+    foreach: bool,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Adam leaf by leaf."""
+    mu = lerp(mu, grads, 1.0 - b1, foreach=foreach)
+    nu = [b2 * v + (1.0 - b2) * (g * g) for v, g in zip(nu, grads, strict=True)]
+    if nesterov:
+        next_weight = (b1 / bias_correction(b1, count + 1)).to(torch.float32)
+        weight = ((1.0 - b1) / bias_correction(b1, count)).to(torch.float32)
+        mean = [next_weight * m + weight * g for m, g in zip(mu, grads, strict=True)]
+    else:
+        correction = (1.0 / bias_correction(b1, count)).to(torch.float32)
+        mean = [correction * m for m in mu]
+    square_correction = (1.0 / bias_correction(b2, count)).to(torch.float32)
+    out = [m / (torch.sqrt(v * square_correction + eps_root) + eps) for m, v in zip(mean, nu, strict=True)]
+    return out, mu, nu

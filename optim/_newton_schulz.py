@@ -1,0 +1,215 @@
+"""Orthogonalisation of matrices by Newton-Schulz iterations.
+
+``X = U S V^T`` becomes nearly ``U V^T`` by odd polynomials applied to the singular values: one step is
+``X <- a X + b (X X^T) X + c (X X^T)^2 X``. Two forms of the same computation:
+
+- **standard** iterates on ``X``, n x m with n <= m: ``A = X X^T; X <- a X + (b A + c A^2) X``. A step costs
+  ``4 n^2 m + 2 n^3`` operations.
+- **gram** iterates on ``R = X X^T``, n x n, and multiplies the polynomials of all steps into one n x n matrix
+  ``Q``: ``P = a I + b R + c R^2; Q <- P Q; R <- P R P``, and ``X <- Q X`` at the end. It meets ``X`` twice
+  instead of ten times (Dao, Amsel, Chen and Zhang, "Gram Newton-Schulz", 2026, https://dao-lab.ai/blog/2026/gram-newton-schulz).
+  Rounding in ``R`` hides singular values below the root of the precision, and the polynomials amplify what is
+  hidden; a *restart* (``X <- Q X``, then ``R`` and ``Q`` anew) recovers them after they have grown.
+
+All n x n products are symmetric, so only their upper block triangle is computed and then mirrored.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Coefficients: TypeAlias = tuple[float, float, float] | Sequence[tuple[float, float, float]]
+Method: TypeAlias = Literal["standard", "gram", "auto"]
+
+#: Keller Jordan's quintic (https://kellerjordan.github.io/posts/muon), one triple for every step.
+KELLER_JORDAN: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+
+_POLAR_EXPRESS_EXACT = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+
+#: Polar Express (Amsel, Persson, Musco and Gower, arXiv 2505.16932): the minimax polynomial of each step for
+#: singular values from 1e-3. All but the last are stretched by 1.01 against rounding, as the paper advises.
+POLAR_EXPRESS: tuple[tuple[float, float, float], ...] = (
+    *((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in _POLAR_EXPRESS_EXACT[:-1]),
+    _POLAR_EXPRESS_EXACT[-1],
+)
+
+#: Matrices with at least this many columns per row go to the gram method under ``"auto"``.
+GRAM_ASPECT = 1.5
+
+
+def newton_schulz(
+    x: Tensor,
+    steps: int = 5,
+    coefficients: Coefficients = KELLER_JORDAN,
+    dtype: torch.dtype | None = None,
+    method: Method = "auto",
+) -> Tensor:
+    """Replace the singular values of each matrix by values near 1.
+
+    The result does not depend on the scale of a matrix, down to entries at the smallest normal number; a
+    matrix of zeros stays zero. Works under every ``torch.func`` transform.
+
+    Args:
+        x: [..., rows, cols], a matrix or a stack of them; each is normalised and iterated on its own.
+        steps: iterations.
+        coefficients: one triple (a, b, c) for all steps, or at least ``steps`` of them, of which the first
+            are taken.
+        dtype: precision of the products. ``None`` is float32, and float64 for a float64 ``x``: half precision
+            happens only where it is asked for. Normalisation is always done in at least float32.
+        method: ``"standard"``, ``"gram"``, or ``"auto"``: gram from ``GRAM_ASPECT`` columns per row (or rows
+            per column), where it is faster on the machines measured (``benchmarks/muon.py --crossover``).
+            In float32 the two agree to 1e-4. In bfloat16 they part: singular values below about 2e-2 of the
+            largest are noise in ``R``, and gram recovers them by a restart after the second step only as far
+            as they have grown by then.
+
+    Returns:
+        Tensor of the shape and dtype of ``x``.
+
+    Raises:
+        ValueError: fewer than two axes, no steps, fewer coefficients than steps, an unknown method.
+        TypeError: a dtype that is not floating-point.
+    """
+    triples = check_coefficients(coefficients, steps)
+    if x.dim() < 2:
+        raise ValueError(f"newton_schulz needs [..., rows, cols], got shape {tuple(x.shape)}")
+    if method not in ("standard", "gram", "auto"):
+        raise ValueError(f"method must be 'standard', 'gram' or 'auto', got {method!r}")
+    if not x.dtype.is_floating_point or (dtype is not None and not dtype.is_floating_point):
+        raise TypeError(f"newton_schulz needs floating-point dtypes, got x of {x.dtype} and dtype={dtype}")
+    exact = torch.promote_types(x.dtype, torch.float32)
+    compute = exact if dtype is None else dtype
+    rows, cols = x.shape[-2:]
+    if x.numel() == 0:
+        return x.clone()
+    y = _normalise(x.to(exact)).to(compute)
+    if rows > cols:
+        y = y.mT
+    use_gram = method == "gram" or (method == "auto" and max(rows, cols) >= GRAM_ASPECT * min(rows, cols))
+    y = _gram(y, triples) if use_gram else _standard(y, triples)
+    if rows > cols:
+        y = y.mT
+    return y.to(x.dtype)
+
+
+def singular_value_band(
+    steps: int = 5, coefficients: Coefficients = KELLER_JORDAN, smallest: float = 0.01
+) -> tuple[float, float]:
+    """Return the least and the largest value that singular values in [``smallest``, 1] are taken to.
+
+    The input of the iteration has a Frobenius norm of 1, so its singular values are at most 1. The band is
+    evaluated on a grid that is fine against the polynomials' wiggles (relative error below 1e-4).
+
+    Raises:
+        ValueError: as :func:`newton_schulz`; ``smallest`` not in (0, 1].
+    """
+    if not 0.0 < smallest <= 1.0:
+        raise ValueError(f"smallest must be in (0, 1], got {smallest}")
+    value = torch.logspace(math.log10(smallest), 0.0, 200_001, dtype=torch.float64)
+    for a, b, c in check_coefficients(coefficients, steps):
+        square = value * value
+        value = value * (a + square * (b + c * square))
+    return float(value.min()), float(value.max())
+
+
+def check_coefficients(coefficients: Coefficients, steps: int) -> list[tuple[float, float, float]]:
+    """Return the triple of each step.
+
+    Raises:
+        ValueError: no steps, not triples, or fewer triples than steps.
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    items: list[Any] = list(coefficients)
+    if items and all(isinstance(item, (int, float)) for item in items):
+        items = [items] * steps
+    if any(isinstance(item, (int, float)) or len(item) != 3 for item in items):
+        raise ValueError(f"coefficients must be a triple (a, b, c) or triples, got {coefficients!r}")
+    if len(items) < steps:
+        raise ValueError(f"{steps} steps need {steps} triples of coefficients, got {len(items)}")
+    return [(float(a), float(b), float(c)) for a, b, c in items[:steps]]
+
+
+def _normalise(x: Tensor) -> Tensor:
+    """Divide by the Frobenius norm, by the largest entry first so that nothing under- or overflows."""
+    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
+    x = x / torch.where(largest > 0, largest, 1.0)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return x / torch.where(norm > 0, norm, 1.0)
+
+
+def _standard(x: Tensor, triples: Sequence[tuple[float, float, float]]) -> Tensor:
+    """Iterate on ``x``: [..., n, m], n <= m."""
+    for a, b, c in triples:
+        gram = symmetric_product(x, x.mT)
+        polynomial = b * gram + c * symmetric_product(gram, gram)
+        x = a * x + polynomial @ x
+    return x
+
+
+def _gram(x: Tensor, triples: Sequence[tuple[float, float, float]]) -> Tensor:
+    """Iterate on ``x x^T``; ``x``: [..., n, m], n <= m."""
+    restarts = _restarts(x.dtype)
+    eye = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
+    gram = symmetric_product(x, x.mT)
+    product: Tensor | None = None
+    for step, (a, b, c) in enumerate(triples, start=1):
+        factor = b * gram + c * symmetric_product(gram, gram) + a * eye
+        product = factor if product is None else symmetric_product(product, factor)
+        if step == len(triples):
+            break
+        if step in restarts:
+            x = product @ x
+            gram, product = symmetric_product(x, x.mT), None
+        else:
+            gram = symmetric_product(symmetric_product(gram, factor), factor)
+    return x if product is None else product @ x
+
+
+def _restarts(dtype: torch.dtype) -> frozenset[int]:
+    """Return the steps after which gram starts anew."""
+    return frozenset({2})
+
+
+def symmetric_product(x: Tensor, y: Tensor) -> Tensor:
+    """Return ``x @ y`` for operands whose product is symmetric, computing its upper block triangle only.
+
+    Args:
+        x: [..., n, k].
+        y: [..., k, n], with ``x @ y`` symmetric: a transpose, or a matrix that commutes with a symmetric
+            ``x``.
+
+    Returns:
+        [..., n, n]; exactly symmetric off the diagonal blocks.
+    """
+    n = x.shape[-2]
+    count = _blocks(n)
+    if count == 1:
+        return x @ y
+    edges = [n * i // count for i in range(count + 1)]
+    # Row panel i holds the blocks (i, i), (i, i + 1), ...; the blocks left of the diagonal are transposes of
+    # others.
+    panels = [x[..., a:b, :] @ y[..., a:] for a, b in itertools.pairwise(edges)]
+    rows = []
+    for i, panel in enumerate(panels):
+        a, b = edges[i], edges[i + 1]
+        left = [panels[j][..., a - edges[j] : b - edges[j]].mT for j in range(i)]
+        rows.append(torch.cat([*left, panel], dim=-1))
+    return torch.cat(rows, dim=-2)
+
+
+def _blocks(n: int) -> int:
+    """Return into how many blocks an edge of ``n`` is cut: products of fewer than 128 rows do not pay."""
+    return max(1, min(n // 128, 8))

@@ -1,0 +1,224 @@
+"""Trees of tensors: flattening, leaf paths for messages, congruence and prefixes.
+
+A tree is what ``torch.utils._pytree`` sees: nested dicts, tuples, lists and NamedTuples with tensors as
+leaves. ``None`` is a *leaf* there, a :class:`MaskedNode` is a node without leaves.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+Tree: TypeAlias = Any
+TreeSpec: TypeAlias = pytree.TreeSpec
+
+
+class MaskedNode:
+    """The place of a leaf that a transformation does not see: a registered tree node with no children.
+
+    :func:`masked` and :func:`partition` put one where a leaf belongs to somebody else, so a masked tree keeps
+    its shape and a transformation that maps over leaves passes it by.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "MaskedNode()"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MaskedNode)
+
+    def __hash__(self) -> int:
+        return hash(MaskedNode)
+
+
+def _flatten_masked(node: MaskedNode) -> tuple[list[Any], None]:
+    return [], None
+
+
+def _flatten_masked_with_keys(node: MaskedNode) -> tuple[list[tuple[Any, Any]], None]:
+    return [], None
+
+
+def _unflatten_masked(children: Any, context: None) -> MaskedNode:
+    return MaskedNode()
+
+
+pytree.register_pytree_node(
+    MaskedNode,
+    _flatten_masked,
+    _unflatten_masked,
+    serialized_type_name="functional_moe.optim.MaskedNode",
+    flatten_with_keys_fn=_flatten_masked_with_keys,
+)
+
+
+def flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of ``tree`` in order, and its structure."""
+    return pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Tree:
+    """Inverse of :func:`flatten`."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """Write a key path as ``layers.0.experts.down``; the root is ``<root>``."""
+    names = (str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+    return ".".join(names) or "<root>"
+
+
+def leaf_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    """Return the path of every leaf of ``tree``, in the order of :func:`flatten`."""
+    return [path_name(path) for path, _ in pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]]
+
+
+def flatten_like(reference: Tree, tree: Tree, name: str, reference_name: str = "the parameters") -> list[Any]:
+    """Return the leaves of ``tree`` in the order of ``reference``'s leaves.
+
+    Args:
+        reference: the tree whose structure is right.
+        tree: the tree that should have it; dicts may hold their keys in another order.
+        name: what ``tree`` is called in an error, as in "the gradients".
+        reference_name: what ``reference`` is called in an error.
+
+    Raises:
+        ValueError: the structures differ; the first path that only one of them has is named.
+    """
+    spec = pytree.tree_structure(reference)
+    leaves, own = pytree.tree_flatten(tree)
+    if own == spec:
+        return leaves
+    if pytree.tree_structure(_sorted_dicts(tree)) == pytree.tree_structure(_sorted_dicts(reference)):
+        # The same dicts with their keys in another order.
+        return list(spec.flatten_up_to(tree))
+    here, there = leaf_paths(tree), leaf_paths(reference)
+    extra = [path for path in here if path not in set(there)]
+    missing = [path for path in there if path not in set(here)]
+    if extra:
+        raise ValueError(f"{name} have a leaf {extra[0]!r} that {reference_name} do not have")
+    if missing:
+        raise ValueError(f"{name} lack the leaf {missing[0]!r} that {reference_name} have")
+    raise ValueError(f"{name} have the structure {own}, {reference_name} have {spec}")
+
+
+def _sorted_dicts(tree: Tree) -> Tree:
+    """Return ``tree`` with the keys of each plain dict sorted."""
+    if type(tree) is dict:
+        return {key: _sorted_dicts(tree[key]) for key in sorted(tree, key=str)}
+    if pytree.tree_structure(tree).is_leaf():
+        return tree
+    children, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
+    return pytree.tree_unflatten([_sorted_dicts(child) for child in children], spec)
+
+
+def check_congruent(
+    reference: Tree,
+    tree: Tree,
+    name: str,
+    reference_name: str = "the parameters",
+    *,
+    dtype: bool = True,
+) -> list[Any]:
+    """As :func:`flatten_like`, and check that every leaf is a tensor of the shape (and dtype) of its
+    counterpart.
+
+    Raises:
+        ValueError: structure, shape or dtype differ; the leaf's path and both values are named.
+    """
+    expected = pytree.tree_leaves(reference)
+    leaves = flatten_like(reference, tree, name, reference_name)
+    for index, (want, have) in enumerate(zip(expected, leaves, strict=True)):
+        if not isinstance(have, Tensor):
+            path = leaf_paths(reference)[index]
+            raise ValueError(f"{name}: leaf {path!r} is {have!r}, expected a tensor")
+        if have.shape != want.shape:
+            path = leaf_paths(reference)[index]
+            shapes = f"{tuple(have.shape)}, {reference_name} have {tuple(want.shape)}"
+            raise ValueError(f"{name}: leaf {path!r} has shape {shapes}")
+        if dtype and have.dtype != want.dtype:
+            path = leaf_paths(reference)[index]
+            raise ValueError(f"{name}: leaf {path!r} has dtype {have.dtype}, {reference_name} have {want.dtype}")
+    return leaves
+
+
+def check_floating(params: Tree, user: str) -> None:
+    """Raise ``ValueError`` naming the first leaf of ``params`` that is not a floating-point tensor."""
+    for index, leaf in enumerate(pytree.tree_leaves(params)):
+        if not isinstance(leaf, Tensor) or not leaf.dtype.is_floating_point:
+            path = leaf_paths(params)[index]
+            value = leaf.dtype if isinstance(leaf, Tensor) else repr(leaf)
+            raise ValueError(f"{user}: leaf {path!r} is {value}, expected a floating-point tensor")
+
+
+def broadcast_prefix(prefix: Tree, tree: Tree, is_prefix_leaf: Callable[[Any], bool], what: str) -> list[Any]:
+    """Spread a tree of annotations over the leaves of ``tree``.
+
+    ``prefix`` may stop early: an annotation above a subtree holds for all its leaves, a single one for the
+    whole tree. Where ``tree`` holds a :class:`MaskedNode`, whatever ``prefix`` says there is skipped.
+
+    Args:
+        prefix: tree of annotations, congruent with ``tree`` or a prefix of it.
+        tree: tree of tensors.
+        is_prefix_leaf: tells an annotation from a node of the prefix.
+        what: what an annotation is called in an error, as in "label".
+
+    Returns:
+        One annotation per leaf of ``tree``.
+
+    Raises:
+        ValueError: an annotation for no leaf, a leaf without one, or another kind of node; the path is named.
+    """
+    out: list[Any] = []
+    _broadcast(prefix, tree, is_prefix_leaf, what, (), out)
+    return out
+
+
+def _broadcast(
+    prefix: Tree,
+    tree: Tree,
+    is_prefix_leaf: Callable[[Any], bool],
+    what: str,
+    path: tuple[Any, ...],
+    out: list[Any],
+) -> None:
+    if isinstance(tree, MaskedNode):
+        return
+    if is_prefix_leaf(prefix):
+        out.extend([prefix] * len(pytree.tree_leaves(tree)))
+        return
+    children = _children(tree)
+    if children is None:
+        raise ValueError(f"leaf {path_name(path)!r} has no {what}: got {prefix!r} there")
+    annotations = _children(prefix)
+    if annotations is None:
+        raise ValueError(f"the subtree {path_name(path)!r} has no {what}: got {prefix!r} there")
+    for key in annotations:
+        if key not in children:
+            raise ValueError(f"a {what} at {path_name((*path, key))!r} is for no leaf of the tree")
+    for key, child in children.items():
+        if key not in annotations:
+            raise ValueError(f"leaf {path_name((*path, key))!r} has no {what}")
+        _broadcast(annotations[key], child, is_prefix_leaf, what, (*path, key), out)
+
+
+def _children(tree: Tree) -> dict[Any, Any] | None:
+    """Return the children one level down by name, or ``None`` for a leaf."""
+    if pytree.tree_structure(tree).is_leaf():
+        return None
+    items, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    return {path_name(path): child for path, child in items}
+
+
+def scalar_device(params: Tree) -> torch.device:
+    """Return where counts and rates live: the CPU, or ``meta`` for a tree of abstract leaves.
+
+    Scalars stay on the CPU because a kernel over many leaves takes them by value, and reading a scalar from
+    an accelerator would make the host wait for it.
+    """
+    leaves = pytree.tree_leaves(params)
+    abstract = bool(leaves) and isinstance(leaves[0], Tensor) and leaves[0].is_meta
+    return torch.device("meta" if abstract else "cpu")

@@ -1,0 +1,362 @@
+"""The commands: a run learns, stops, goes on bit for bit, and answers every mistake in one line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from functional_moe import __main__ as command_line
+from functional_moe.commands import train as train_module
+from functional_moe.data import DataError
+from functional_moe.state_file import StateError
+from functional_moe.train_step import StepMetrics, TrainState
+
+SMALL = """
+--model.hidden-size 16 --model.num-hidden-layers 2 --model.num-attention-heads 2 --model.num-key-value-heads 1
+--model.head-dim 8 --model.num-experts 4 --model.moe-intermediate-size 12 --seq-len 32 --batch-size 4
+--eval-windows 8 --eval-every 5 --sample-tokens 20
+""".split()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A folder of documents with some structure."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(30):
+        lines = [f"def function_{number}_{line}(x):\n    return x + {line}\n" for line in range(6)]
+        (folder / f"{number:02}.py").write_text("\n".join(lines))
+    return folder
+
+
+def run(*arguments: object) -> int:
+    return command_line.run([str(argument) for argument in arguments])
+
+
+def fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
+    """Runs a command that must exit with status 2 and one line; returns the line."""
+    monkeypatch.setattr(sys, "argv", ["functional-moe", *map(str, arguments)])
+    with pytest.raises(SystemExit) as raised:
+        command_line.main()
+    error = capsys.readouterr().err
+    assert raised.value.code == 2, error
+    assert error.count("\n") == 1, error
+    assert error.startswith("functional-moe: ")
+    return error
+
+
+def records(folder: Path) -> list[dict[str, object]]:
+    """The metrics of a run without the times, which no two runs share."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert line.pop("seconds") > 0
+    return lines
+
+
+def test_a_run_leaves_everything_that_was_promised(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert run("train", *SMALL, "--data", text, "--steps", 10, "--out", out) == 0
+    printed = capsys.readouterr().out
+    assert "held-out loss" in printed
+    assert "a bigram model of the same text" in printed
+    names = {entry.name for entry in out.iterdir()}
+    assert {"settings.json", "state.safetensors", "metrics.jsonl", "sample.txt", "training.png", "tensorboard"} <= names
+    assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
+    lines = records(out)
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert [line["step"] for line in lines if "held_out_loss" in line] == [5, 10]
+    assert lines[-1]["loss"] < lines[0]["loss"]  # type: ignore[operator]
+    assert set(lines[0]["learning_rates"]) == {"embedding", "matrix", "router", "vector"}  # type: ignore[call-overload]
+    assert lines[0]["tokens"] == 4 * 32
+
+    assert run("sample", "--run", out, "--prompt", "def ", "--tokens", 12, "--seed", 1) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("def ")
+    assert run("sample", "--run", out, "--prompt", "def ", "--tokens", 12, "--seed", 1) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_ten_steps_and_ten_more_equal_twenty(tmp_path: Path, text: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    common = ["train", *SMALL, "--data", text, "--steps", 20]
+    assert run(*common, "--out", whole) == 0
+    assert run(*common, "--out", parts, "--stop-after", 10) == 0
+    assert not (parts / "sample.txt").exists()
+    # steps that a killed run wrote after its last state come again
+    with (parts / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "half')
+    assert run("train", "--out", parts, "--resume") == 0
+    assert (parts / "state.safetensors").read_bytes() == (whole / "state.safetensors").read_bytes()
+    assert records(parts) == records(whole)
+    assert (parts / "sample.txt").read_bytes() == (whole / "sample.txt").read_bytes()
+
+
+def test_a_finished_run_resumes_to_nothing(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "run"
+    assert run("train", *SMALL, "--data", text, "--steps", 5, "--out", out) == 0
+    state = (out / "state.safetensors").read_bytes()
+    assert run("train", "--out", out, "--resume") == 0
+    assert (out / "state.safetensors").read_bytes() == state
+    assert len(records(out)) == 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_with_its_state_saved(tmp_path: Path, text: Path, number: signal.Signals) -> None:
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "functional_moe", "train", *SMALL, "--data", text, "--steps", "100000", "--out", out],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    metrics = out / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, errors
+    assert "--resume goes on" in output
+    assert errors == ""
+    steps = len(records(out))
+    assert run("train", "--out", out, "--resume", "--stop-after", steps + 2) == 0
+    assert len(records(out)) == steps + 2
+
+
+def test_a_run_whose_steps_are_refused_gives_up_and_names_the_step(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = train_module.make_train_step
+
+    def spoiled(*arguments: object, **options: object) -> object:
+        step = real(*arguments, **options)  # type: ignore[arg-type]
+
+        def refuse(state: TrainState, batch: object) -> tuple[TrainState, StepMetrics]:
+            new, metrics = step(state, batch)  # type: ignore[arg-type]
+            if int(state.step) < 3:
+                return new, metrics
+            return state._replace(step=new.step), metrics._replace(finite=torch.tensor(False))
+
+        return refuse
+
+    monkeypatch.setattr(train_module, "make_train_step", spoiled)
+    out = tmp_path / "run"
+    assert run("train", *SMALL, "--data", text, "--steps", 50, "--max-refused", 4, "--out", out) == 1
+    printed = capsys.readouterr().out
+    assert "stopped at step 7" in printed
+    assert "4 steps in a row" in printed
+    assert len(records(out)) == 7
+
+
+def test_a_run_learns_from_a_tokenised_file(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tokenize", text, "--out", tmp_path / "text.bin") == 0
+    assert "30 documents" in capsys.readouterr().out
+    assert run("train", *SMALL, "--data", tmp_path / "text.bin", "--steps", 5, "--out", tmp_path / "bin") == 0
+    assert run("train", *SMALL, "--data", text, "--steps", 5, "--out", tmp_path / "text-run") == 0
+    assert records(tmp_path / "bin") == records(tmp_path / "text-run")
+
+
+def test_info_prints_the_published_totals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("info", "--preset", "jupiter-952b") == 0
+    printed = capsys.readouterr().out
+    assert "951.87 billion" in printed
+    assert "32.84 billion" in printed
+    assert "inferred, not published" in printed
+    assert "384 experts x 6144 hidden x 1792 expert_intermediate" in printed
+
+
+def test_the_default_folder_is_the_next_free_one(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert run("train", *SMALL, "--data", text, "--steps", 1) == 0
+    assert sorted(entry.name for entry in (tmp_path / "runs").iterdir()) == ["tiny-1", "tiny-2"]
+
+
+def _write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def test_bad_data_is_named(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def message(*arguments: object) -> str:
+        out = tmp_path / f"run-{time.monotonic_ns()}"
+        return fails(capsys, monkeypatch, "train", *SMALL, "--steps", 2, "--out", out, *arguments)
+
+    (tmp_path / "nothing").mkdir()
+    assert "missing" in message("--data", tmp_path / "missing")
+    assert "nothing" in message("--data", tmp_path / "nothing")
+    assert "empty.txt" in message("--data", _write(tmp_path / "empty.txt", b""))
+    assert "latin.txt" in message("--data", _write(tmp_path / "latin.txt", b"caf\xe9 au lait"))
+    assert "window" in message("--data", _write(tmp_path / "short.txt", b"short"))
+    assert "tokenizer" in message("--data", text, "--tokenizer", tmp_path / "no.json")
+    assert "vocab_size is 100" in message("--data", text, "--model.vocab-size", 100)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_named(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"word{number}": number for number in range(300)} | {"</s>": 300}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["</s>"])
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    options = ["train", *SMALL, "--data", text, "--tokenizer", path, "--steps", 2]
+    error = fails(capsys, monkeypatch, *options, "--out", tmp_path / "small")
+    assert "301" in error
+    assert "257" in error
+    assert run(*options, "--model.vocab-size", 301, "--out", tmp_path / "large") == 0
+    assert run("sample", "--run", tmp_path / "large", "--prompt", "word7 word8", "--tokens", 3) == 0
+
+
+def test_bad_settings_are_named(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def message(*arguments: object) -> str:
+        return fails(capsys, monkeypatch, "train", "--data", text, "--out", tmp_path / "run", *arguments)
+
+    assert "num_experts_per_tok = 9" in message("--model.num-experts-per-tok", 9)
+    assert "topk_group = 3" in message("--model.n-group", 2, "--model.topk-group", 3)
+    grouped = ("--model.n-group", 8, "--model.topk-group", 1)
+    assert "num_experts_per_tok = 2" in message(*grouped)
+    assert "num_key_value_heads = 2" in message("--model.num-key-value-heads", 2)
+    assert "partial_rotary_factor" in message("--model.head-dim", 7)
+    assert "norm_topk_prob" in message("--model.num-experts-per-tok", 1)
+    assert "--accumulate 3" in message("--accumulate", 3)
+    assert "--steps 0" in message("--steps", 0)
+    assert "--seq-len 4096" in message("--seq-len", 4096)
+    assert "optimizer.learning_rate = -1.0" in message("--optimizer.learning-rate", -1.0)
+    assert "'tiny'" in message("--preset", "tinny")
+    assert "'jupiter-952b'" in fails(capsys, monkeypatch, "info", "--preset", "jupiter")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--nonsense", "1"], "--nonsense"),
+        (["train", "--steps", "many"], "--steps: invalid literal for int() with base 10: 'many'"),
+        (["walk"], "walk"),
+        ([], "train, sample, info, tokenize"),
+        (["sample"], "--run"),
+        (["tokenize"], "--out"),
+    ],
+)
+def test_what_is_no_flag_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    assert message in fails(capsys, monkeypatch, *arguments)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["sample", "--help"]])
+def test_help_is_help(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        run(*arguments)
+    assert raised.value.code == 0
+    assert "usage: functional-moe" in capsys.readouterr().out
+
+
+def test_a_run_is_never_overwritten(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    assert run("train", *SMALL, "--data", text, "--steps", 1, "--out", out) == 0
+    state = (out / "state.safetensors").read_bytes()
+    again = fails(capsys, monkeypatch, "train", *SMALL, "--data", text, "--steps", 1, "--out", out)
+    assert f"{out} already holds a run" in again
+    assert "--resume" in again
+    assert (out / "state.safetensors").read_bytes() == state
+
+
+def test_resuming_with_other_settings_names_each(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    assert run("train", *SMALL, "--data", text, "--steps", 4, "--stop-after", 2, "--out", out) == 0
+    resume = ("train", "--out", out, "--resume")
+    error = fails(capsys, monkeypatch, *resume, "--seed", 3, "--model.num-experts", 8, "--optimizer.name", "adamw")
+    assert "seed is 0 there and 3 here" in error
+    assert "model.num_experts is 4 there and 8 here" in error
+    assert "optimizer.name is muon there and adamw here" in error
+    assert run(*resume, "--seed", 0, "--save-every", 1) == 0
+
+
+def test_resuming_with_other_data_is_refused(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    assert run("train", *SMALL, "--data", text, "--steps", 4, "--stop-after", 2, "--out", out) == 0
+    (text / "00.py").write_text("x = 1\n" * 100)
+    assert "the data has changed" in fails(capsys, monkeypatch, "train", "--out", out, "--resume")
+
+
+def test_a_resume_of_nothing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "say which run with --out" in fails(capsys, monkeypatch, "train", "--resume")
+    assert "holds no run" in fails(capsys, monkeypatch, "train", "--resume", "--out", tmp_path / "none")
+    assert "holds no run" in fails(capsys, monkeypatch, "sample", "--run", tmp_path / "none")
+
+
+@pytest.mark.parametrize("victim", ["state.safetensors", "settings.json", "metrics.jsonl", "data.json"])
+def test_a_truncated_run_is_named(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    out = tmp_path / "run"
+    assert run("train", *SMALL, "--data", text, "--steps", 4, "--stop-after", 2, "--out", out) == 0
+    path = out / victim
+    path.write_bytes(path.read_bytes()[:20])
+    assert victim in fails(capsys, monkeypatch, "train", "--out", out, "--resume")
+
+
+def test_a_state_of_another_model_is_named(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    common = ("train", *SMALL, "--data", text, "--steps", 4, "--stop-after", 2)
+    assert run(*common, "--out", a) == 0
+    assert run(*common, "--model.num-experts", 8, "--out", b) == 0
+    (a / "state.safetensors").write_bytes((b / "state.safetensors").read_bytes())
+    assert "shape" in fails(capsys, monkeypatch, "train", "--out", a, "--resume")
+    assert "shape" in fails(capsys, monkeypatch, "sample", "--run", a)
+
+
+def test_bad_sampling_arguments_are_named(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    assert run("train", *SMALL, "--data", text, "--steps", 1, "--out", out) == 0
+    sample = ("sample", "--run", out)
+    assert "temperature = -1.0" in fails(capsys, monkeypatch, *sample, "--temperature", -1.0)
+    assert "top_p = 2.0" in fails(capsys, monkeypatch, *sample, "--top-p", 2.0)
+    assert "0 new tokens" in fails(capsys, monkeypatch, *sample, "--tokens", 0)
+    assert "the model takes fewer than 2048" in fails(capsys, monkeypatch, *sample, "--prompt", "x" * 3000)
+
+
+def test_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = _write(tmp_path / "file", b"in the way")
+    error = fails(capsys, monkeypatch, "train", *SMALL, "--data", text, "--steps", 1, "--out", file / "run")
+    assert str(file) in error
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("ours")
+
+    monkeypatch.setattr(command_line, "info", broken)
+    with pytest.raises(ValueError, match="ours") as raised:
+        run("info")
+    assert not isinstance(raised.value, DataError | StateError)
