@@ -108,7 +108,8 @@ class MoEConfig:
     def _check_sizes(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool)):
+            whole = field.type == "int" or (field.type == "int | None" and value is not None)
+            if whole and (not isinstance(value, int) or isinstance(value, bool)):
                 self._fail(field.name, "must be an integer")
             if field.type == "float" and not (isinstance(value, int | float) and math.isfinite(value)):
                 self._fail(field.name, "must be a finite number")
@@ -156,7 +157,7 @@ class MoEConfig:
                     "num_attention_heads",
                     f"does not divide hidden_size ({self.hidden_size}); give head_dim explicitly",
                 )
-        elif not isinstance(self.head_dim, int) or self.head_dim < 1:
+        elif self.head_dim < 1:
             self._fail("head_dim", "must be at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             self._fail("num_key_value_heads", f"must divide num_attention_heads ({self.num_attention_heads})")
@@ -189,8 +190,7 @@ class MoEConfig:
             self._fail(
                 "num_experts_per_tok", f"exceeds the {allowed} experts of the topk_group ({self.topk_group}) groups"
             )
-        width = self.shared_expert_intermediate_size
-        if width is not None and (not isinstance(width, int) or width < 1):
+        if self.shared_expert_intermediate_size is not None and self.shared_expert_intermediate_size < 1:
             self._fail("shared_expert_intermediate_size", "must be at least 1")
         if self.shared_expert_gate and not self.num_shared_experts:
             self._fail("shared_expert_gate", "there is no shared expert to gate (num_shared_experts = 0)")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from .kernels import Kernels
+from .kernels import Kernels, ReverseModeFunction, refuse
 
 IGNORE_INDEX = -100
 """The target that asks for no prediction."""
@@ -18,7 +18,12 @@ def _logits(x: Tensor, head: Tensor) -> Tensor:
     return (x @ head).to(torch.promote_types(x.dtype, torch.float32))
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+def _classes(targets: Tensor) -> Tensor:
+    """The targets, and any class at all where they are ignored. Other numbers outside the vocabulary stay errors."""
+    return torch.where(targets == IGNORE_INDEX, 0, targets)
+
+
+class _ChunkedCrossEntropy(ReverseModeFunction):
     """The summed loss, a chunk of tokens at a time; the backward makes each chunk's logits again.
 
     Only the log-sum-exp of each token is kept between the two: one more product with the head is the price.
@@ -31,7 +36,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for part, target in zip(x.split(chunk), targets.split(chunk), strict=True):
             logits = _logits(part, head)
             log_sum_exp.append(torch.logsumexp(logits, dim=-1))
-            chosen = logits.gather(-1, target.clamp(min=0)[:, None]).squeeze(-1)
+            chosen = logits.gather(-1, _classes(target)[:, None]).squeeze(-1)
             total = total + torch.where(target == IGNORE_INDEX, 0.0, log_sum_exp[-1] - chosen).sum()
         return total, torch.cat(log_sum_exp)
 
@@ -47,7 +52,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_x, grad_head, None, None
 
 
-class _CrossEntropyGradient(torch.autograd.Function):
+class _CrossEntropyGradient(ReverseModeFunction):
     """The gradients of the summed loss. Their own derivative is the reference path's business."""
 
     @staticmethod
@@ -60,7 +65,7 @@ class _CrossEntropyGradient(torch.autograd.Function):
         for part, target, lse in zip(x.split(chunk), targets.split(chunk), log_sum_exp.split(chunk), strict=True):
             delta = torch.exp_(_logits(part, head).sub_(lse[:, None]))
             rows = torch.arange(len(target), device=target.device)
-            delta[rows, target.clamp(min=0)] -= 1.0
+            delta[rows, _classes(target)] -= 1.0
             delta *= torch.where(target == IGNORE_INDEX, 0.0, grad)[:, None]
             delta = delta.to(x.dtype)
             grads_x.append(delta @ head.t())
@@ -72,10 +77,8 @@ class _CrossEntropyGradient(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            "the fused cross-entropy has no rule for second-order differentiation; pass kernels='reference'"
-        )
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        refuse("second-order differentiation")
 
 
 def summed_cross_entropy(
@@ -86,7 +89,8 @@ def summed_cross_entropy(
     Args:
       x: ``[tokens, hidden]``.
       head: ``[hidden, vocab]``.
-      targets: int64 ``[tokens]``; ``IGNORE_INDEX`` contributes nothing.
+      targets: int64 ``[tokens]``; ``IGNORE_INDEX`` contributes nothing, every other number is a class of the
+        vocabulary or an indexing error.
       chunk: tokens whose logits exist at one time: the extra memory is ``2 * chunk * vocab * 4`` bytes.
       kernels: ``"reference"`` holds all logits and knows every transform.
 
@@ -96,5 +100,5 @@ def summed_cross_entropy(
     if kernels == "fused":
         total, _ = _ChunkedCrossEntropy.apply(x, head, targets, chunk)
         return total  # type: ignore[no-any-return]
-    losses = torch.log_softmax(_logits(x, head), dim=-1).gather(-1, targets.clamp(min=0)[:, None]).squeeze(-1)
+    losses = torch.log_softmax(_logits(x, head), dim=-1).gather(-1, _classes(targets)[:, None]).squeeze(-1)
     return torch.where(targets == IGNORE_INDEX, 0.0, -losses).sum()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from einops import einsum
 from torch import Tensor
 
-from .kernels import Kernels, first_order_reverse
+from .kernels import Kernels, ReverseModeFunction, first_order_reverse
 from .parameters import Params
 
 
@@ -38,15 +38,14 @@ def plan_dispatch(experts: Tensor, num_experts: int) -> Dispatch:
     flat = experts.reshape(-1)
     choice_of_row = torch.argsort(flat, stable=True)
     rows = torch.arange(tokens * top_k, device=experts.device)
-    row_of_choice = torch.empty_like(rows).scatter_(0, choice_of_row, rows)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device).scatter_add_(
-        0, flat, torch.ones_like(flat)
-    )
+    row_of_choice = rows.scatter(0, choice_of_row, rows)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
+    counts = counts.scatter_add(0, flat, torch.ones_like(flat))
     offsets = counts.cumsum(0).to(torch.int32)
     return Dispatch(choice_of_row // top_k, row_of_choice.view(tokens, top_k), choice_of_row, offsets)
 
 
-class _GatherRows(torch.autograd.Function):
+class _GatherRows(ReverseModeFunction):
     """``y[row] = x[source[row]]``, where every source stands in exactly ``rows.shape[1]`` rows: ``rows[source]``."""
 
     @staticmethod
@@ -63,7 +62,7 @@ class _GatherRows(torch.autograd.Function):
         return _SumRows.apply(grad, source, rows), None, None
 
 
-class _SumRows(torch.autograd.Function):
+class _SumRows(ReverseModeFunction):
     """``y[source] = sum over k of x[rows[source, k]]``: the transpose of ``_GatherRows``."""
 
     @staticmethod
@@ -97,13 +96,26 @@ def from_rows(y: Tensor, dispatch: Dispatch) -> Tensor:
 
 
 def _grouped_mm_takes(*operands: Tensor) -> bool:
-    """Whether torch's grouped product takes these: a narrow dtype, and rows that start at 16-byte boundaries."""
+    """Whether torch's grouped product takes these: a narrow dtype, and rows or columns at 16-byte boundaries."""
     return all(
         x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and all(stride == 1 or stride * x.element_size() % 16 == 0 for stride in x.stride())
+        and _is_aligned(x)
         and x.storage_offset() * x.element_size() % 16 == 0
         for x in operands
     )
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether every matrix of ``x`` lies row by row or column by column, each starting at a 16-byte boundary."""
+    *batch, row, column = x.stride()
+    # Of sizes 0 and 1 both strides may be 1, or anything; torch asks for one that reaches over the other axis.
+    if row == 1 and column >= max(1, x.shape[-2]):
+        leading = column
+    elif column == 1 and row >= max(1, x.shape[-1]):
+        leading = row
+    else:
+        return False
+    return all(stride * x.element_size() % 16 == 0 for stride in (*batch, leading))
 
 
 def _padded_blocks(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +135,7 @@ def _padded_blocks(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.view(len(ends), capacity, x.shape[1]), position
 
 
-class _GroupedMatmul(torch.autograd.Function):
+class _GroupedMatmul(ReverseModeFunction):
     """``y[row] = x[row] @ weight[expert of row]``."""
 
     @staticmethod
@@ -148,7 +160,7 @@ class _GroupedMatmul(torch.autograd.Function):
         )
 
 
-class _GroupedOuter(torch.autograd.Function):
+class _GroupedOuter(ReverseModeFunction):
     """``y[expert] = x[its rows].T @ z[its rows]``; exactly zero for an expert without rows."""
 
     @staticmethod

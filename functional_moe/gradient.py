@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 
 def value_and_grad(function: Callable[[Any], tuple[Tensor, Any]], params: Any) -> tuple[Tensor, Any, Any]:
@@ -15,20 +14,23 @@ def value_and_grad(function: Callable[[Any], tuple[Tensor, Any]], params: Any) -
 
     ``torch.func.grad`` always runs its backward with ``create_graph=True``, in case an outer transform differentiates
     it again. That keeps every intermediate of the backward alive and costs about a sixth of the time of a step.
-    When no transform is around and nothing requires a gradient, nobody can ask, and the backward runs without.
+    When no transform is around and nothing the loss depends on requires a gradient, nobody can ask, and the backward
+    runs without.
 
     Args:
-      function: ``params -> (loss, auxiliary)``, the loss a scalar.
+      function: ``params -> (loss, auxiliary)``, the loss a scalar, the auxiliary a tree of tensors.
       params: a tree of floating-point tensors.
 
     Returns:
       loss, auxiliary, gradient (a tree like ``params``).
+
+    Raises:
+      ValueError: for a loss that is no scalar.
     """
-    if _is_differentiated(params):
-        gradient, (loss, auxiliary) = torch.func.grad_and_value(function, has_aux=True)(params)
-        return loss, auxiliary, gradient
     loss, pull_back, auxiliary = torch.func.vjp(function, params, has_aux=True)  # type: ignore[misc]
-    with torch.no_grad():
+    if loss.ndim:
+        raise ValueError(f"the loss has shape {tuple(loss.shape)}; it must be a scalar")
+    with torch.set_grad_enabled(torch.is_grad_enabled() and _may_be_differentiated(loss)):
         (gradient,) = pull_back(torch.ones_like(loss))
     return loss, auxiliary, gradient
 
@@ -38,8 +40,9 @@ def inside_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def _is_differentiated(params: Any) -> bool:
-    """Whether an outer transform, or autograd, may differentiate what is computed from ``params``."""
-    return inside_transform() or (
-        torch.is_grad_enabled() and any(leaf.requires_grad for leaf in pytree.tree_leaves(params))
-    )
+def _may_be_differentiated(loss: Tensor) -> bool:
+    """Whether an outer transform, or autograd, may differentiate what ``loss`` was computed from.
+
+    Autograd may for the sake of the parameters or of anything else the loss closes over; ``loss`` knows of both.
+    """
+    return inside_transform() or loss.requires_grad

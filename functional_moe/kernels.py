@@ -22,13 +22,28 @@ def check_kernels(kernels: str) -> None:
         raise ValueError(f"kernels = {kernels!r}: must be 'fused' or 'reference'")
 
 
-def _refuse(transform: str) -> NoReturn:
+def refuse(transform: str) -> NoReturn:
+    """Raises the error of a transform that the fused kernels lack; it names the argument to give."""
     raise NotImplementedError(
         f"the fused kernels have no rule for {transform}; pass kernels='reference' to compute with operations that do"
     )
 
 
-class _FirstOrderReverse(torch.autograd.Function):
+class ReverseModeFunction(torch.autograd.Function):
+    """A Function with a reverse rule alone: forward mode and vmap raise, and say which argument to give."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        """Refuses."""
+        refuse("forward-mode differentiation (jvp, hessian, jvp of grad)")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
+        """Refuses."""
+        refuse("vmap")
+
+
+class _FirstOrderReverse(ReverseModeFunction):
     """The identity, differentiable once in reverse mode; every other transform raises our message."""
 
     @staticmethod
@@ -43,16 +58,8 @@ class _FirstOrderReverse(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return _NoSecondOrder.apply(grad)  # type: ignore[no-any-return]
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        _refuse("forward-mode differentiation (jvp, jacfwd)")
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
-        _refuse("vmap")
-
-
-class _NoSecondOrder(torch.autograd.Function):
+class _NoSecondOrder(ReverseModeFunction):
     """The identity on a cotangent, which itself may not be differentiated."""
 
     @staticmethod
@@ -64,16 +71,8 @@ class _NoSecondOrder(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        _refuse("second-order differentiation")
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        _refuse("forward-over-reverse differentiation (hessian, jvp of grad)")
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, grad: Tensor) -> Any:
-        _refuse("vmap")
+    def backward(ctx: Any, grad: Tensor) -> NoReturn:
+        refuse("second-order differentiation")
 
 
 def first_order_reverse(x: Tensor) -> Tensor:

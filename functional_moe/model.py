@@ -24,10 +24,10 @@ from .parameters import Params
 from .routing import RouterStats, route, router_stats
 
 Batch = Mapping[str, Tensor]
-"""``tokens`` and ``targets``: int64 [batch, seq]; optionally ``segment_ids``: int [batch, seq].
+"""``tokens`` and ``targets``, and optionally ``segment_ids``: int64 or int32 [batch, seq].
 
-A target of -100 is not predicted. ``segment_ids`` number the documents packed into a row, 0 being padding; without
-them each row is one document without padding.
+A target of -100 is not predicted. ``segment_ids`` number the documents packed into a row, 0 being padding, whose
+targets are not predicted either; without them each row is one document without padding.
 """
 
 _BATCH_KEYS = frozenset({"tokens", "targets", "segment_ids"})
@@ -61,12 +61,19 @@ def check_batch(batch: Batch, config: MoEConfig) -> None:
     for key, value in batch.items():
         if value.shape != shape:
             raise ValueError(f"batch[{key!r}] has shape {tuple(value.shape)}, tokens have {tuple(shape)}")
-        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-            raise ValueError(f"batch[{key!r}] has dtype {value.dtype}; it must be an integer type")
+        if value.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"batch[{key!r}] has dtype {value.dtype}; it must be int64 or int32")
     if shape[1] > config.max_position_embeddings:
         raise ValueError(
             f"batch: sequences of {shape[1]} tokens exceed max_position_embeddings = {config.max_position_embeddings}"
         )
+
+
+def check_balance(balance: Tensor, config: MoEConfig) -> None:
+    """Raises ``ValueError`` unless ``balance`` has a row for each MoE layer and a column for each expert."""
+    shape = (config.num_moe_layers, config.num_experts)
+    if balance.shape != shape:
+        raise ValueError(f"balance has shape {tuple(balance.shape)}; [moe_layers, experts] is {shape}")
 
 
 def valid_tokens(batch: Batch) -> Tensor:
@@ -76,9 +83,14 @@ def valid_tokens(batch: Batch) -> Tensor:
     return torch.ones_like(batch["tokens"], dtype=torch.bool)
 
 
+def predicted_targets(batch: Batch) -> Tensor:
+    """int64 [batch, seq]: the targets, ``IGNORE_INDEX`` at padding whatever the batch holds there."""
+    return torch.where(valid_tokens(batch), batch["targets"].to(torch.int64), IGNORE_INDEX)
+
+
 def count_totals(batch: Batch) -> Totals:
     """The divisors of a batch that is a whole step."""
-    return Totals((batch["targets"] != IGNORE_INDEX).sum(), valid_tokens(batch).sum())
+    return Totals((predicted_targets(batch) != IGNORE_INDEX).sum(), valid_tokens(batch).sum())
 
 
 def embed(params: Params, tokens: Tensor, config: MoEConfig) -> Tensor:
@@ -191,18 +203,19 @@ def loss_fn(
       The loss (a scalar in fp32 or better) and its ``Metrics``.
 
     Raises:
-      ValueError: for a batch of other keys, shapes or dtypes.
+      ValueError: for a batch of other keys, shapes or dtypes, or a balance of another shape.
       NotImplementedError: from the fused kernels, under a transform they have no rule for.
     """
     check_kernels(kernels)
     check_batch(batch, config)
+    check_balance(balance, config)
     if totals is None:
         totals = count_totals(batch)
     x, stats = forward(params, balance, batch, config, kernels)
     cross_entropy = summed_cross_entropy(
         x.flatten(0, 1),
         head_weight(params, config),
-        batch["targets"].reshape(-1),
+        predicted_targets(batch).reshape(-1),
         chunk=config.loss_chunk_size,
         kernels=kernels,
     ) / totals.targets.clamp(min=1)

@@ -97,7 +97,7 @@ def router_stats(routing: Routing, valid: Tensor, config: MoEConfig) -> RouterSt
     probabilities = routing.scores
     if config.scoring_func == "sigmoid":
         probabilities = probabilities / (probabilities.sum(-1, keepdim=True) + 1e-20)
-    mass = torch.where(keep, probabilities.reshape(batch, seq, -1), 0.0).sum(1)
+    mass = torch.where(keep, probabilities.reshape(batch, seq, config.num_experts), 0.0).sum(1)
     tokens = valid.sum(1, keepdim=True).clamp(min=1).to(dtype)
     share = counts.to(dtype) * (config.num_experts / config.num_experts_per_tok) / tokens
     aux_loss = (share * mass).sum()

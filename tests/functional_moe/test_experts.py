@@ -1,0 +1,243 @@
+"""Dispatch is a permutation, the grouped product is a loop over experts, and both differentiate as such."""
+
+from __future__ import annotations
+
+import chex
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from functional_moe import experts as module
+from functional_moe.experts import (
+    feed_forward,
+    from_rows,
+    grouped_matmul,
+    plan_dispatch,
+    routed_experts,
+    to_rows,
+    weights_to_rows,
+)
+
+# fp64 comparisons: sums in another order of a few dozen terms of size 1 to 10.
+EXACT = {"rtol": 1e-11, "atol": 1e-11}
+# fp32: the same with an epsilon of 6e-8 and up to three products after each other.
+SINGLE = {"rtol": 1e-5, "atol": 1e-5}
+# bf16 has 8 bits: results of size 1 to 10 are rounded by up to 2^-8 of themselves, several times.
+HALF = {"rtol": 4e-2, "atol": 4e-2}
+TOLERANCE = {torch.float64: EXACT, torch.float32: SINGLE, torch.bfloat16: HALF}
+
+
+def random(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@st.composite
+def choices(draw, max_tokens=9, max_experts=6):
+    """Distinct experts for each of some tokens."""
+    num_experts = draw(st.integers(1, max_experts))
+    top_k = draw(st.integers(1, num_experts))
+    row = st.permutations(range(num_experts)).map(lambda order: order[:top_k])
+    rows = draw(st.lists(row, max_size=max_tokens))
+    return torch.tensor(rows, dtype=torch.int64).view(len(rows), top_k), num_experts
+
+
+@st.composite
+def groups(draw, max_rows=5):
+    """Rows of each expert: some have none."""
+    return draw(st.lists(st.integers(0, max_rows), min_size=1, max_size=5))
+
+
+def loop_matmul(x, weight, counts):
+    """The definition of the grouped product."""
+    return torch.cat([rows @ weight[e] for e, rows in enumerate(x.split(counts))])
+
+
+def offsets_of(counts):
+    return torch.tensor(counts).cumsum(0).to(torch.int32)
+
+
+@given(choices())
+def test_dispatch_sorts_by_expert_and_keeps_the_order_of_tokens(drawn):
+    experts, num_experts = drawn
+    dispatch = plan_dispatch(experts, num_experts)
+    expected = sorted((int(e), token, k) for token, row in enumerate(experts) for k, e in enumerate(row))
+    top_k = experts.shape[1]
+    assert dispatch.token_of_row.tolist() == [token for _, token, _ in expected]
+    assert dispatch.choice_of_row.tolist() == [token * top_k + k for _, token, k in expected]
+    assert dispatch.offsets.tolist() == [sum(e <= last for e, _, _ in expected) for last in range(num_experts)]
+    assert dispatch.offsets.dtype == torch.int32
+    assert torch.equal(dispatch.row_of_choice.flatten()[dispatch.choice_of_row], torch.arange(experts.numel()))
+
+
+@given(choices(max_experts=4), st.integers(1, 4))
+def test_dispatch_and_combine_are_indexing_and_each_others_transpose(drawn, width):
+    experts, num_experts = drawn
+    tokens, top_k = experts.shape
+    dispatch = plan_dispatch(experts, num_experts)
+    x, y, w = random(tokens, width), random(tokens * top_k, width, seed=1), random(tokens, top_k, seed=2)
+    assert torch.equal(to_rows(x, dispatch), x[dispatch.token_of_row])
+    assert torch.equal(weights_to_rows(w, dispatch), w.flatten()[dispatch.choice_of_row][:, None])
+    summed = torch.zeros_like(x).index_add(0, dispatch.token_of_row, y)
+    torch.testing.assert_close(from_rows(y, dispatch), summed, **EXACT)
+    # <to_rows(x), y> = <x, from_rows(y)>
+    torch.testing.assert_close((to_rows(x, dispatch) * y).sum(), (x * from_rows(y, dispatch)).sum(), **EXACT)
+
+
+def test_dispatch_and_combine_differentiate_to_second_order():
+    experts = torch.tensor([[0, 3], [3, 1], [0, 1]])
+    dispatch = plan_dispatch(experts, 5)
+    x, y, w = random(3, 2), random(6, 2, seed=1), random(3, 2, seed=2)
+    for function, argument in ((to_rows, x), (from_rows, y), (weights_to_rows, w)):
+        argument = argument.requires_grad_()
+
+        def cubed(a, function=function):
+            return function(a, dispatch) ** 3  # so that the second derivative is not zero
+
+        assert torch.autograd.gradcheck(cubed, (argument,))
+        assert torch.autograd.gradgradcheck(cubed, (argument,))
+
+
+@given(counts=groups(), inner=st.integers(1, 9), outer=st.integers(1, 9), dtype=st.sampled_from(list(TOLERANCE)))
+@example(counts=[2, 0, 3], inner=8, outer=16, dtype=torch.float32)  # torch's grouped product applies
+@example(counts=[2, 0, 3], inner=8, outer=16, dtype=torch.bfloat16)
+@example(counts=[0, 0], inner=8, outer=8, dtype=torch.float32)  # a rank of expert parallelism may get no row
+@example(counts=[0, 0], inner=8, outer=8, dtype=torch.bfloat16)
+@example(counts=[1, 2], inner=1, outer=4, dtype=torch.float32)
+@example(counts=[3, 2], inner=4, outer=1, dtype=torch.float32)
+@settings(max_examples=100)
+def test_grouped_matmul_is_a_loop_over_experts_in_value_and_gradient(counts, inner, outer, dtype):
+    x, weight = random(sum(counts), inner, dtype=dtype), random(len(counts), inner, outer, seed=1, dtype=dtype)
+    cotangent = random(sum(counts), outer, seed=2, dtype=dtype)
+    results = []
+    for function in (lambda a, b: grouped_matmul(a, b, offsets_of(counts)), lambda a, b: loop_matmul(a, b, counts)):
+        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = function(a, b)
+        results.append((y.detach(), *torch.autograd.grad(y, (a, b), cotangent)))
+    for ours, reference in zip(*results, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, reference, **TOLERANCE[dtype])
+    for expert, count in enumerate(counts):
+        if count == 0:
+            assert torch.equal(results[0][2][expert], torch.zeros(inner, outer, dtype=dtype))
+
+
+def test_both_implementations_of_the_grouped_product_are_reached():
+    """Otherwise the test above could have tested one of them only."""
+    assert module._grouped_mm_takes(random(5, 8, dtype=torch.float32), random(3, 8, 16, dtype=torch.float32))
+    assert not module._grouped_mm_takes(random(5, 8))
+    assert not module._grouped_mm_takes(random(5, 7, dtype=torch.float32))
+
+
+@given(counts=groups(), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_grouped_matmul_takes_any_strides(counts, dtype):
+    """Transposed, sliced and expanded operands; a cotangent of stride 0 is what ``.sum()`` gives."""
+    rows, experts = sum(counts), len(counts)
+    x = random(4, rows, dtype=dtype).t()
+    weight = random(experts, 8, 8, seed=1, dtype=dtype)[:, 3:7, 1:]
+    expanded = random(1, 1, dtype=dtype).expand(rows, 4)
+    for operand in (x, expanded):
+        operand = operand.detach().requires_grad_()
+        y = grouped_matmul(operand, weight, offsets_of(counts))
+        torch.testing.assert_close(y, loop_matmul(operand, weight, counts), **TOLERANCE[dtype])
+        (ours,) = torch.autograd.grad(y.sum(), operand)
+        (reference,) = torch.autograd.grad(loop_matmul(operand, weight, counts).sum(), operand)
+        torch.testing.assert_close(ours, reference, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("counts", [[2, 0, 1], [0, 0, 3], [1]])
+def test_grouped_matmul_differentiates_to_second_order(counts):
+    x, weight = random(sum(counts), 2).requires_grad_(), random(len(counts), 2, 3, seed=1).requires_grad_()
+
+    def function(a, b):
+        return grouped_matmul(a, b, offsets_of(counts))
+
+    assert torch.autograd.gradcheck(function, (x, weight))
+    assert torch.autograd.gradgradcheck(function, (x, weight))
+
+
+def test_grouped_matmul_differentiates_to_third_order():
+    x, weight = random(3, 2).requires_grad_(), random(3, 2, 2, seed=1).requires_grad_()
+
+    def gradients(a, b):
+        y = grouped_matmul(a, b, offsets_of([2, 0, 1]))
+        return torch.autograd.grad((y**3).sum(), (a, b), create_graph=True)
+
+    assert torch.autograd.gradgradcheck(gradients, (x, weight))
+
+
+def reference_experts(params, x, experts, weights):
+    """One token at a time."""
+    out = []
+    for token in range(x.shape[0]):
+        total = torch.zeros_like(x[token])
+        for k in range(experts.shape[1]):
+            gate, up, down = (params[name][experts[token, k]] for name in ("gate", "up", "down"))
+            total = total + weights[token, k] * ((F.silu(x[token] @ gate) * (x[token] @ up)) @ down)
+        out.append(total)
+    return torch.stack(out) if out else x * weights.sum()
+
+
+def expert_tree(num_experts, hidden, width, dtype):
+    return {
+        "gate": random(num_experts, hidden, width, seed=3, dtype=dtype),
+        "up": random(num_experts, hidden, width, seed=4, dtype=dtype),
+        "down": random(num_experts, width, hidden, seed=5, dtype=dtype),
+    }
+
+
+SIZES = [(5, 3), (8, 4)]  # odd; and such that torch's grouped product applies
+
+
+@pytest.mark.parametrize("kernels", ["fused", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("hidden", "width"), SIZES)
+@given(drawn=choices(max_tokens=6))
+@example(drawn=(torch.tensor([[2], [2], [2]]), 5))  # every token to one expert
+@example(drawn=(torch.tensor([[0, 1, 2]]), 3))  # top_k = experts, one token
+@settings(max_examples=15)
+def test_routed_experts_are_a_loop_over_tokens_in_value_and_gradient(kernels, dtype, hidden, width, drawn):
+    experts, num_experts = drawn
+    tokens, top_k = experts.shape
+    params = expert_tree(num_experts, hidden, width, dtype)
+    x, weights = random(tokens, hidden, dtype=dtype), random(tokens, top_k, seed=1, dtype=dtype)
+    cotangent = random(tokens, hidden, seed=2, dtype=dtype)
+
+    def run(function):
+        value, pull_back = torch.func.vjp(lambda p, a, w: function(p, a, experts, w), params, x, weights)
+        return value, pull_back(cotangent)
+
+    ours, reference = run(lambda *a: routed_experts(*a, kernels)), run(reference_experts)
+    chex.assert_trees_all_close(ours, reference, **TOLERANCE[dtype])
+    unused = sorted(set(range(num_experts)) - set(experts.flatten().tolist()))
+    for gradient in ours[1][0].values():
+        assert torch.equal(gradient[unused], torch.zeros_like(gradient[unused]))
+
+
+def test_an_expert_without_tokens_may_hold_nan():
+    """What no token visits reaches no result: the fused path does not even read it."""
+    params = expert_tree(3, 5, 4, torch.float32)
+    params["gate"][1] = torch.nan
+    out = routed_experts(params, random(2, 5, dtype=torch.float32), torch.tensor([[0], [2]]), torch.ones(2, 1))
+    assert out.isfinite().all()
+
+
+def test_bf16_experts_stay_close_to_fp32():
+    params = expert_tree(4, 16, 8, torch.float32)
+    x, weights = random(6, 16, dtype=torch.float32), random(6, 2, seed=1, dtype=torch.float32).softmax(-1)
+    experts = torch.tensor([[0, 1], [1, 2], [3, 0], [2, 1], [0, 3], [1, 0]])
+    exact = routed_experts(params, x, experts, weights)
+    for kernels in ("fused", "reference"):
+        half = routed_experts(params, x.bfloat16(), experts, weights, kernels)
+        assert half.dtype == torch.bfloat16
+        # 8 bits of mantissa, three products: a few parts in a hundred of the largest value.
+        assert float((half.float() - exact).abs().max() / exact.abs().max()) < 0.03
+
+
+def test_feed_forward_is_swiglu():
+    params = {"gate": random(4, 3), "up": random(4, 3, seed=1), "down": random(3, 4, seed=2)}
+    x = random(2, 5, 4, seed=3)
+    gate = x @ params["gate"]
+    expected = (gate / (1 + torch.exp(-gate)) * (x @ params["up"])) @ params["down"]
+    torch.testing.assert_close(feed_forward(params, x), expected, **EXACT)
