@@ -10,9 +10,10 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from .config import MoEConfig
-from .kernels import Kernels, first_order_reverse
+from .kernels import Kernels, first_order_kernel, first_order_reverse
 from .norm import rms_norm
 from .parameters import Params
+from .products import matmul
 
 
 class Positions(NamedTuple):
@@ -79,34 +80,59 @@ def make_positions(batch: int, seq: int, segment_ids: Tensor | None, config: MoE
     return Positions(cos, sin, (same & causal)[:, None])
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    return x[..., :half], x[..., half : 2 * half]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+    # The tables keep their precision: bf16 cosines are off by 4e-3.
+    wide = x.to(cos.dtype)
+    out = wide.clone() if x.shape[-1] > 2 * cos.shape[-1] else torch.empty_like(wide)
+    (first, second), (out_first, out_second) = _halves(wide, cos.shape[-1]), _halves(out, cos.shape[-1])
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return (out.to(x.dtype),)
+
+
+_fused_rotate = first_order_kernel(
+    _rotate, lambda cotangent, x, cos, sin: _rotate(cotangent.contiguous(), cos, -sin), differentiable=1
+)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, kernels: Kernels = "fused") -> Tensor:
     """Rotates the first ``2 * cos.shape[-1]`` entries of every head, pairing entry i with i + half of them.
 
     Args:
-      x: ``[batch, heads, seq, head_dim]``.
+      x: ``[batch, seq, heads, head_dim]``.
       cos, sin: ``[1 | batch, seq, rotary_dim / 2]``.
+      kernels: see ``kernels``.
     """
-    # The tables keep their precision: bf16 cosines are off by 4e-3.
-    cos, sin = cos[:, None], sin[:, None]
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    if kernels == "fused":
+        return _fused_rotate(x, cos, sin)
+    first, second = _halves(x, cos.shape[-1])
+    rest = x[..., 2 * cos.shape[-1] :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
 
 
-def project(params: Params, x: Tensor, cos: Tensor, sin: Tensor, config: MoEConfig) -> Projected:
-    """Queries, keys and values of normalised tokens ``x``: [batch, seq, hidden]."""
+def project(
+    params: Params, x: Tensor, cos: Tensor, sin: Tensor, config: MoEConfig, kernels: Kernels = "fused"
+) -> Projected:
+    """Queries, keys and values of normalised tokens ``x``: [batch, seq, hidden].
 
-    def heads(name: str) -> Tensor:
-        y: Tensor = x @ params[name].to(x.dtype)
-        if config.attention_bias:
-            y = y + params[f"{name}_bias"].to(x.dtype)
-        return rearrange(y, "batch seq (heads dim) -> batch heads seq dim", dim=config.attention_head_dim)
-
-    q, k, v = heads("q"), heads("k"), heads("v")
+    One product makes all three, and queries and keys are normalised and rotated together.
+    """
+    y = matmul(x, params["qkv"], kernels)
+    if config.attention_bias:
+        y = y + params["qkv_bias"].to(x.dtype)
+    queries, keys = config.num_attention_heads, config.num_key_value_heads
+    heads = rearrange(y, "batch seq (heads dim) -> batch seq heads dim", dim=config.attention_head_dim)
+    to_rotate, v = heads.split([queries + keys, keys], dim=2)
     if config.use_qk_norm:
-        q = rms_norm(q, params["q_norm"], config.rms_norm_eps)
-        k = rms_norm(k, params["k_norm"], config.rms_norm_eps)
-    return Projected(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        scale = torch.cat([params["q_norm"].expand(queries, -1), params["k_norm"].expand(keys, -1)])
+        to_rotate = rms_norm(to_rotate, scale, config.rms_norm_eps, kernels)
+    q, k = rotate(to_rotate, cos, sin, kernels).split([queries, keys], dim=2)
+    return Projected(*(rearrange(part, "batch seq heads dim -> batch heads seq dim") for part in (q, k, v)))
 
 
 def attend(projected: Projected, mask: Tensor | None, kernels: Kernels = "fused") -> Tensor:
@@ -153,7 +179,6 @@ def attention_half(
       x: ``[batch, seq, hidden]``.
       positions: of the batch.
     """
-    normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
-    projected = project(params["attention"], normed, positions.cos, positions.sin, config)
-    out: Tensor = attend(projected, positions.mask, kernels) @ params["attention"]["o"].to(x.dtype)
-    return x + out
+    normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps, kernels)
+    projected = project(params["attention"], normed, positions.cos, positions.sin, config, kernels)
+    return x + matmul(attend(projected, positions.mask, kernels), params["attention"]["o"], kernels)

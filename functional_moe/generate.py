@@ -14,6 +14,7 @@ from .config import MoEConfig
 from .model import embed, feed_forward_half, head_norm, head_weight
 from .norm import rms_norm
 from .parameters import Params
+from .products import matmul
 
 
 class Cache(NamedTuple):
@@ -59,7 +60,7 @@ def next_logits(params: Params, balance: Tensor, tokens: Tensor, cache: Cache, p
         cache.keys[index][:, :, past:end] = k
         cache.values[index][:, :, past:end] = v
         seen = Projected(q, cache.keys[index][:, :, :end], cache.values[index][:, :, :end])
-        x = x + attend(seen, mask) @ layer["attention"]["o"].to(x.dtype)
+        x = x + matmul(attend(seen, mask), layer["attention"]["o"])
         bias = balance[index - config.first_k_dense_replace] if config.is_moe_layer(index) else None
         x, _ = feed_forward_half(layer, bias, x, valid, config)
     last = head_norm(params, x[:, -1:], config)[:, 0]

@@ -8,6 +8,7 @@ lack raises and says which argument to give.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -20,6 +21,11 @@ def check_kernels(kernels: str) -> None:
     """Raises ``ValueError`` unless ``kernels`` is one of the two names."""
     if kernels not in ("fused", "reference"):
         raise ValueError(f"kernels = {kernels!r}: must be 'fused' or 'reference'")
+
+
+def inside_transform() -> bool:
+    """Whether a ``torch.func`` transform (grad, vjp, vmap, jvp, ...) is running the caller."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def refuse(transform: str) -> NoReturn:
@@ -43,42 +49,80 @@ class ReverseModeFunction(torch.autograd.Function):
         refuse("vmap")
 
 
-class _FirstOrderReverse(ReverseModeFunction):
-    """The identity, differentiable once in reverse mode; every other transform raises our message."""
+def first_order_kernel(
+    forward: Callable[..., tuple[Tensor, ...]], gradient: Callable[..., tuple[Tensor, ...]], differentiable: int
+) -> Callable[..., Tensor]:
+    """A function with a first-order reverse rule of its own, and a refusal for every other transform.
 
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.view_as(x)
+    Both parts get plain tensors, also inside ``torch.func.grad`` or ``vjp``, so they may work in place on what they
+    have allocated.
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        pass
+    Args:
+      forward: ``(*inputs) -> (result, *residuals)``; the residuals are what the gradient wants besides the inputs.
+      gradient: ``(cotangent, *inputs, *residuals) -> gradients`` of the first ``differentiable`` inputs. The
+        cotangent may have any strides.
+      differentiable: how many inputs, from the first, have a gradient; the others may be tensors or plain values.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _NoSecondOrder.apply(grad)  # type: ignore[no-any-return]
+    Returns:
+      ``(*inputs) -> result``.
+    """
+
+    class Gradient(ReverseModeFunction):
+        @staticmethod
+        def forward(*arguments: Any) -> tuple[Tensor, ...]:
+            return gradient(*arguments)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> NoReturn:
+            refuse("second-order differentiation")
+
+    class Kernel(ReverseModeFunction):
+        @staticmethod
+        def forward(*inputs: Any) -> tuple[Tensor, ...]:
+            return forward(*inputs)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+            residuals = output[1:]
+            ctx.mark_non_differentiable(*residuals)
+            # Else every residual would get a cotangent full of zeros.
+            ctx.set_materialize_grads(False)
+            ctx.plain = [None if isinstance(value, Tensor) else value for value in inputs]
+            ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
+            ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)), *residuals)
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+            count = len(ctx.plain)
+            if cotangent is None:
+                return (None,) * count
+            saved = iter(ctx.saved_tensors)
+            inputs = [
+                next(saved) if is_tensor else plain for is_tensor, plain in zip(ctx.is_tensor, ctx.plain, strict=True)
+            ]
+            # A Function is for who may differentiate the gradient; without a graph there is nobody.
+            function = Gradient.apply if torch.is_grad_enabled() or inside_transform() else gradient
+            grads: tuple[Tensor, ...] = function(cotangent, *inputs, *saved)
+            return (*grads, *(None,) * (count - differentiable))
+
+    def call(*inputs: Any) -> Tensor:
+        result: Tensor = Kernel.apply(*inputs)[0]
+        return result
+
+    return call
 
 
-class _NoSecondOrder(ReverseModeFunction):
-    """The identity on a cotangent, which itself may not be differentiated."""
-
-    @staticmethod
-    def forward(grad: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> NoReturn:
-        refuse("second-order differentiation")
+_identity = first_order_kernel(lambda x: (x.view_as(x),), lambda cotangent, x: (cotangent.view_as(cotangent),), 1)
 
 
 def first_order_reverse(x: Tensor) -> Tensor:
-    """``x`` unchanged, on its way into a kernel that has a first-order reverse rule and no other.
+    """``x`` unchanged, on its way into one of torch's kernels that has a first-order reverse rule and no other.
 
     Raises:
       NotImplementedError: when a transform asks for another rule; names ``kernels="reference"``.
     """
-    return _FirstOrderReverse.apply(x)  # type: ignore[no-any-return]
+    return _identity(x)

@@ -21,6 +21,7 @@ from .experts import feed_forward, routed_experts
 from .kernels import Kernels, check_kernels
 from .norm import rms_norm
 from .parameters import Params
+from .products import matmul
 from .routing import RouterStats, route, router_stats
 
 Batch = Mapping[str, Tensor]
@@ -112,23 +113,23 @@ def feed_forward_half(
     Returns:
       The residual stream, and the sums for the router's losses (``None`` in a dense layer).
     """
-    normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
+    normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps, kernels)
     if bias is None:
-        return x + feed_forward(params["mlp"], normed), None
+        return x + feed_forward(params["mlp"], normed, kernels), None
     tokens = normed.flatten(0, 1)
-    routing = route(tokens, params["router"], bias, config)
+    routing = route(tokens, params["router"], bias, config, kernels)
     out = routed_experts(params["experts"], tokens, routing.experts, routing.weights, kernels)
     if config.num_shared_experts:
-        shared = feed_forward(params["shared"], tokens)
+        shared = feed_forward(params["shared"], tokens, kernels)
         if config.shared_expert_gate:
-            shared = shared * torch.sigmoid(tokens @ params["shared_gate"].to(tokens.dtype))
+            shared = shared * torch.sigmoid(matmul(tokens, params["shared_gate"], kernels))
         out = out + shared
     return x + out.view_as(x), router_stats(routing, valid, config)
 
 
-def head_norm(params: Params, x: Tensor, config: MoEConfig) -> Tensor:
+def head_norm(params: Params, x: Tensor, config: MoEConfig, kernels: Kernels = "fused") -> Tensor:
     """The final normalisation, [batch, seq, hidden]."""
-    return rms_norm(x, params["final_norm"], config.rms_norm_eps)
+    return rms_norm(x, params["final_norm"], config.rms_norm_eps, kernels)
 
 
 def head_weight(params: Params, config: MoEConfig) -> Tensor:
@@ -167,7 +168,7 @@ def forward(
     else:
         none = x.new_zeros(0, dtype=torch.promote_types(x.dtype, torch.float32))
         stacked = RouterStats(none, none, torch.zeros_like(balance, dtype=torch.int64))
-    return head_norm(params, x, config), stacked
+    return head_norm(params, x, config, kernels), stacked
 
 
 def logits(params: Params, balance: Tensor, batch: Batch, config: MoEConfig, kernels: Kernels = "fused") -> Tensor:

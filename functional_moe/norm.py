@@ -5,14 +5,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .kernels import Kernels, first_order_kernel
 
-def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _forward(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = _wide(x)
+    # One pass over x; squares and their mean would be two and a temporary.
+    inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * inverse).mul_(scale).to(x.dtype), inverse
+
+
+def _gradient(cotangent: Tensor, x: Tensor, scale: Tensor, eps: float, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """With ``y = x / rms`` and ``g = scale x cotangent``: ``(g - y mean(g y)) / rms``."""
+    y, grad = _wide(x) * inverse, _wide(cotangent)
+    grad_scale = (grad * y).flatten(0, -1 - scale.ndim).sum(0)
+    grad_y = grad * scale
+    mean = torch.linalg.vecdot(grad_y, y)[..., None].div_(x.shape[-1])
+    return grad_y.addcmul_(y, mean, value=-1).mul_(inverse).to(x.dtype), grad_scale.to(scale.dtype)
+
+
+_fused = first_order_kernel(_forward, _gradient, 2)
+
+
+def rms_norm(x: Tensor, scale: Tensor, eps: float, kernels: Kernels = "fused") -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * scale`` over the last axis (arXiv 1910.07467), with fp32 statistics.
 
     Args:
       x: ``[..., size]``.
-      scale: ``[size]``.
+      scale: ``[size]``, or with leading axes of ``x``; fp32 or better.
+      eps: added to the mean square.
+      kernels: ``"fused"`` keeps one number per row for the backward, instead of three tensors like ``x``.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed * scale).to(x.dtype)
+    if kernels == "fused":
+        return _fused(x, scale, eps)
+    wide = _wide(x)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)

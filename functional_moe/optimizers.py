@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 from . import optim
 from .config import MoEConfig
-from .optim import GradientTransformation, MatrixAxes
-from .parameters import labels
+from .optim import GradientTransformation
+from .parameters import labels, matrix_axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,10 +83,9 @@ def make_optimizer(
     decay = settings.weight_decay
     adamw = optim.adamw(rest, b2=0.95, weight_decay=0.0, foreach=foreach)
     matrices = (
-        # Weights are [in, out], expert stacks [experts, in, out].
         optim.muon(
             make_schedule(settings, settings.learning_rate, steps),
-            MatrixAxes(out=-1, in_=-2),
+            matrix_axes(config),
             weight_decay=decay,
             foreach=foreach,
         )

@@ -7,16 +7,17 @@ The tree::
 
     embedding                        [vocab, hidden]
     layers.I.attention_norm          [hidden]
-    layers.I.attention.{q,k,v,o}     [in, out], and q_norm, k_norm [head_dim], q_bias, k_bias, v_bias [out]
+    layers.I.attention.{qkv,o}       [in, out], and qkv_bias [out], q_norm, k_norm [head_dim]
     layers.I.mlp_norm                [hidden]
-    layers.I.mlp.{gate,up,down}      [in, out]               in dense layers
+    layers.I.mlp.{gate_up,down}      [in, out]               in dense layers
     layers.I.router                  [hidden, experts]       in MoE layers, as are the rest
-    layers.I.experts.{gate,up,down}  [experts, in, out]
-    layers.I.shared.{gate,up,down}   [in, out], and shared_gate [hidden, 1]
+    layers.I.experts.{gate_up,down}  [experts, in, out]
+    layers.I.shared.{gate_up,down}   [in, out], and shared_gate [hidden, 1]
     final_norm                       [hidden]
     head                             [hidden, vocab]         unless tied to the embedding
 
-Weights stand as ``[in, out]`` and are applied as ``x @ weight``.
+Weights stand as ``[in, out]`` and are applied as ``x @ weight``. Matrices that read the same input stand side by side
+in one leaf (q | k | v, gate | up), so that one product serves them; ``Leaf.blocks`` says where they part.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .config import MoEConfig
+from .optim import MatrixAxes
 from .tree import leaf_path
 
 Label = Literal["matrix", "embedding", "router", "vector"]
@@ -62,11 +64,15 @@ class Leaf:
     initializer: Normal | Constant
     label: Label
     """Which optimizer the leaf goes to: ``matrix`` is what Muon is made for."""
+    blocks: tuple[int, ...] = ()
+    """Widths of the matrices that stand side by side along the last axis, when there are several."""
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
             raise ValueError(f"Leaf: {len(self.axes)} axes {self.axes} for shape {self.shape}")
+        if self.blocks and sum(self.blocks) != self.shape[-1]:
+            raise ValueError(f"Leaf: blocks {self.blocks} do not add up to the last axis of shape {self.shape}")
 
 
 def declare(config: MoEConfig) -> Params:
@@ -94,25 +100,24 @@ def _layer(config: MoEConfig, layer: int) -> Params:
     # What is added to the residual stream starts smaller the more there is to add (GPT-2's rule).
     back = Normal(config.initializer_range / math.sqrt(2 * config.num_hidden_layers))
 
+    fused = queries + 2 * keys
     attention: Params = {
-        "q": Leaf((hidden, queries), ("hidden", "heads"), into, "matrix"),
-        "k": Leaf((hidden, keys), ("hidden", "kv_heads"), into, "matrix"),
-        "v": Leaf((hidden, keys), ("hidden", "kv_heads"), into, "matrix"),
+        "qkv": Leaf((hidden, fused), ("hidden", "qkv"), into, "matrix", blocks=(queries, keys, keys)),
         "o": Leaf((queries, hidden), ("heads", "hidden"), back, "matrix"),
     }
     if config.attention_bias:
-        attention["q_bias"] = Leaf((queries,), ("heads",), Constant(0.0), "vector")
-        attention["k_bias"] = Leaf((keys,), ("kv_heads",), Constant(0.0), "vector")
-        attention["v_bias"] = Leaf((keys,), ("kv_heads",), Constant(0.0), "vector")
+        attention["qkv_bias"] = Leaf((fused,), ("qkv",), Constant(0.0), "vector")
     if config.use_qk_norm:
         attention["q_norm"] = _scale(config.attention_head_dim, "head_dim")
         attention["k_norm"] = _scale(config.attention_head_dim, "head_dim")
 
     def feed_forward(width: int, axis: str, *stack: tuple[int, str]) -> Params:
         sizes, names = tuple(size for size, _ in stack), tuple(name for _, name in stack)
-        inner = Leaf((*sizes, hidden, width), (*names, "hidden", axis), into, "matrix")
-        outer = Leaf((*sizes, width, hidden), (*names, axis, "hidden"), back, "matrix")
-        return {"gate": inner, "up": inner, "down": outer}
+        shape, axes = (*sizes, hidden, 2 * width), (*names, "hidden", f"{axis}_gate_up")
+        return {
+            "gate_up": Leaf(shape, axes, into, "matrix", blocks=(width, width)),
+            "down": Leaf((*sizes, width, hidden), (*names, axis, "hidden"), back, "matrix"),
+        }
 
     tree: Params = {
         "attention_norm": _scale(hidden, "hidden"),
@@ -144,6 +149,11 @@ def abstract(config: MoEConfig) -> Params:
 def labels(config: MoEConfig) -> Params:
     """The optimizer label of every leaf, for ``optim.partition``."""
     return _map(lambda leaf: leaf.label, config)
+
+
+def matrix_axes(config: MoEConfig) -> Params:
+    """Where the matrices lie in every leaf, for ``optim.muon``: ``x @ weight`` has its inputs on axis -2."""
+    return _map(lambda leaf: MatrixAxes(out=-1, in_=-2, out_blocks=leaf.blocks or 1), config)
 
 
 def count_parameters(config: MoEConfig, *, active: bool = False) -> int:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from .config import MoEConfig
+from .kernels import Kernels
+from .products import matmul
 
 
 class Routing(NamedTuple):
@@ -55,16 +57,18 @@ def select(scores: Tensor, bias: Tensor, config: MoEConfig) -> Tensor:
     return biased.topk(config.num_experts_per_tok, dim=-1).indices
 
 
-def route(x: Tensor, router: Tensor, bias: Tensor, config: MoEConfig) -> Routing:
+def route(x: Tensor, router: Tensor, bias: Tensor, config: MoEConfig, kernels: Kernels = "fused") -> Routing:
     """Routes normalised tokens, in fp32 whatever the compute dtype.
 
     Args:
       x: ``[tokens, hidden]``.
       router: ``[hidden, experts]``.
       bias: fp32 ``[experts]``, the selection bias; it never reaches a weight or a gradient.
+      config: the model.
+      kernels: see ``kernels``.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    logits = x.to(dtype) @ router.to(dtype)
+    logits = matmul(x.to(dtype), router, kernels)
     scores = torch.softmax(logits, dim=-1) if config.scoring_func == "softmax" else torch.sigmoid(logits)
     experts = select(scores, bias, config)
     weights = scores.gather(-1, experts)

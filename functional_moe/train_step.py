@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .config import MoEConfig
-from .gradient import inside_transform, value_and_grad
-from .kernels import Kernels, check_kernels
+from .gradient import value_and_grad, value_and_grad_once
+from .kernels import Kernels, check_kernels, inside_transform
 from .model import Batch, Metrics, check_batch, count_totals, init_balance, loss_fn
 from .optim import GradientTransformation, apply_updates, global_norm, learning_rates
 from .parameters import Params
@@ -93,18 +93,19 @@ def make_train_step(
     if accumulate < 1:
         raise ValueError(f"accumulate = {accumulate}: must be at least 1")
     check_kernels(kernels)
+    differentiate = value_and_grad_once if kernels == "fused" else value_and_grad
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        if kernels == "fused" and inside_transform():
+        if kernels == "fused" and (inside_transform() or _requires_grad(state)):
             raise NotImplementedError(
-                "the train step was called inside a torch.func transform; make it with kernels='reference', and its "
-                "optimizer with foreach=False"
+                "the train step was called inside a torch.func transform, or on a state that requires a gradient; make "
+                "it with kernels='reference', and its optimizer with foreach=False"
             )
         check_batch(batch, config)
         totals, parts = count_totals(batch), microbatches(batch, accumulate)
 
         def sums(part: Batch) -> tuple[Tensor, Metrics, Params]:
-            return value_and_grad(
+            return differentiate(
                 lambda params: loss_fn(params, state.balance, part, config, totals=totals, kernels=kernels),
                 state.params,
             )
@@ -125,7 +126,7 @@ def make_train_step(
             opt_state,
             update_balance(state.balance, metrics.counts, config),
         )
-        kept = pytree.tree_map(lambda new, old: torch.where(finite, new, old), advanced, state)
+        kept = _choose(finite, advanced, state)
         load = metrics.counts.to(torch.float32)
         return kept._replace(step=state.step + 1), StepMetrics(
             loss=metrics.loss,
@@ -140,3 +141,19 @@ def make_train_step(
         )
 
     return step
+
+
+def _requires_grad(tree: Any) -> bool:
+    return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in _tensors(tree))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _choose(condition: Tensor, new: TrainState, old: TrainState) -> TrainState:
+    """``new`` where ``condition`` holds, else ``old``."""
+    if condition.device.type == "cpu" and not inside_transform():
+        # Looking at a value costs nothing here; elsewhere it would make the host wait for the device.
+        return new if bool(condition) else old
+    return pytree.tree_map(lambda a, b: torch.where(condition, a, b), new, old)  # type: ignore[no-any-return]

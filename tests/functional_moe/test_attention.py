@@ -68,7 +68,7 @@ def test_scores_depend_on_distance_alone(make_config, shift, distance):
 def test_rotation_keeps_dtype_and_norm(make_config):
     config = make_config(head_dim=8)
     tables = rotary_tables(torch.arange(5)[None], config, torch.float32)
-    x = random(2, 3, 5, 8, dtype=torch.bfloat16)
+    x = random(2, 5, 3, 8, dtype=torch.bfloat16)
     out = rotate(x, *tables)
     assert out.dtype == torch.bfloat16
     # A rotation, then one rounding to 8 bits.
@@ -144,10 +144,12 @@ def test_projection_norms_before_it_rotates_and_leaves_values_alone(make_config,
     x = random(1, 3, 10)
     positions = make_positions(1, 3, None, config, x)
     q, k, v = project(params, x, positions.cos, positions.sin, config)
-    raw = (x @ params["k"] + params["k_bias"]).view(1, 3, 2, 6).transpose(1, 2)
+    _, k_weight, v_weight = params["qkv"].split([4 * 6, 2 * 6, 2 * 6], dim=-1)
+    _, k_bias, v_bias = params["qkv_bias"].split([4 * 6, 2 * 6, 2 * 6])
+    raw = (x @ k_weight + k_bias).view(1, 3, 2, 6)
     normed = raw / (raw.square().mean(-1, keepdim=True) + 1e-6).sqrt() * params["k_norm"]
-    torch.testing.assert_close(k, rotate(normed, positions.cos, positions.sin), **EXACT)
-    torch.testing.assert_close(v, (x @ params["v"] + params["v_bias"]).view(1, 3, 2, 6).transpose(1, 2), **EXACT)
+    torch.testing.assert_close(k, rotate(normed, positions.cos, positions.sin).transpose(1, 2), **EXACT)
+    torch.testing.assert_close(v, (x @ v_weight + v_bias).view(1, 3, 2, 6).transpose(1, 2), **EXACT)
     assert q.shape == (1, 4, 3, 6)
 
 

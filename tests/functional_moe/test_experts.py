@@ -16,6 +16,7 @@ from functional_moe.experts import (
     grouped_matmul,
     plan_dispatch,
     routed_experts,
+    swiglu,
     to_rows,
     weights_to_rows,
 )
@@ -173,7 +174,8 @@ def reference_experts(params, x, experts, weights):
     for token in range(x.shape[0]):
         total = torch.zeros_like(x[token])
         for k in range(experts.shape[1]):
-            gate, up, down = (params[name][experts[token, k]] for name in ("gate", "up", "down"))
+            gate_up, down = (params[name][experts[token, k]] for name in ("gate_up", "down"))
+            gate, up = gate_up.chunk(2, dim=-1)
             total = total + weights[token, k] * ((F.silu(x[token] @ gate) * (x[token] @ up)) @ down)
         out.append(total)
     return torch.stack(out) if out else x * weights.sum()
@@ -181,8 +183,7 @@ def reference_experts(params, x, experts, weights):
 
 def expert_tree(num_experts, hidden, width, dtype):
     return {
-        "gate": random(num_experts, hidden, width, seed=3, dtype=dtype),
-        "up": random(num_experts, hidden, width, seed=4, dtype=dtype),
+        "gate_up": random(num_experts, hidden, 2 * width, seed=3, dtype=dtype),
         "down": random(num_experts, width, hidden, seed=5, dtype=dtype),
     }
 
@@ -190,14 +191,16 @@ def expert_tree(num_experts, hidden, width, dtype):
 SIZES = [(5, 3), (8, 4)]  # odd; and such that torch's grouped product applies
 
 
-@pytest.mark.parametrize("kernels", ["fused", "reference"])
+@pytest.mark.parametrize("path", ["fused", "fused, all experts at a time", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("hidden", "width"), SIZES)
 @given(drawn=choices(max_tokens=6))
 @example(drawn=(torch.tensor([[2], [2], [2]]), 5))  # every token to one expert
 @example(drawn=(torch.tensor([[0, 1, 2]]), 3))  # top_k = experts, one token
 @settings(max_examples=15)
-def test_routed_experts_are_a_loop_over_tokens_in_value_and_gradient(kernels, dtype, hidden, width, drawn):
+def test_routed_experts_are_a_loop_over_tokens_in_value_and_gradient(path, dtype, hidden, width, drawn):
+    """On both orders of the fused steps: the one for CPUs and the one for devices with grouped products."""
+    kernels, *all_at_a_time = path.split(", ")
     experts, num_experts = drawn
     tokens, top_k = experts.shape
     params = expert_tree(num_experts, hidden, width, dtype)
@@ -208,7 +211,11 @@ def test_routed_experts_are_a_loop_over_tokens_in_value_and_gradient(kernels, dt
         value, pull_back = torch.func.vjp(lambda p, a, w: function(p, a, experts, w), params, x, weights)
         return value, pull_back(cotangent)
 
-    ours, reference = run(lambda *a: routed_experts(*a, kernels)), run(reference_experts)
+    with pytest.MonkeyPatch.context() as patch:
+        if all_at_a_time:
+            patch.setattr(module, "_one_by_one", lambda x: False)
+        ours = run(lambda *a: routed_experts(*a, kernels))
+    reference = run(reference_experts)
     chex.assert_trees_all_close(ours, reference, **TOLERANCE[dtype])
     unused = sorted(set(range(num_experts)) - set(experts.flatten().tolist()))
     for gradient in ours[1][0].values():
@@ -218,7 +225,7 @@ def test_routed_experts_are_a_loop_over_tokens_in_value_and_gradient(kernels, dt
 def test_an_expert_without_tokens_may_hold_nan():
     """What no token visits reaches no result: the fused path does not even read it."""
     params = expert_tree(3, 5, 4, torch.float32)
-    params["gate"][1] = torch.nan
+    params["gate_up"][1] = torch.nan
     out = routed_experts(params, random(2, 5, dtype=torch.float32), torch.tensor([[0], [2]]), torch.ones(2, 1))
     assert out.isfinite().all()
 
@@ -236,8 +243,19 @@ def test_bf16_experts_stay_close_to_fp32():
 
 
 def test_feed_forward_is_swiglu():
-    params = {"gate": random(4, 3), "up": random(4, 3, seed=1), "down": random(3, 4, seed=2)}
+    gate_matrix, up_matrix = random(4, 3), random(4, 3, seed=1)
+    params = {"gate_up": torch.cat([gate_matrix, up_matrix], dim=-1), "down": random(3, 4, seed=2)}
     x = random(2, 5, 4, seed=3)
-    gate = x @ params["gate"]
-    expected = (gate / (1 + torch.exp(-gate)) * (x @ params["up"])) @ params["down"]
-    torch.testing.assert_close(feed_forward(params, x), expected, **EXACT)
+    gate = x @ gate_matrix
+    expected = (gate / (1 + torch.exp(-gate)) * (x @ up_matrix)) @ params["down"]
+    for kernels in ("fused", "reference"):
+        torch.testing.assert_close(feed_forward(params, x, kernels), expected, **EXACT)
+
+
+def test_the_fused_swiglu_has_the_gradient_of_its_definition():
+    x, cotangent = random(3, 4, 10), random(3, 4, 5, seed=1)
+
+    def gradient(kernels):
+        return torch.func.vjp(lambda x: swiglu(x, kernels), x)[1](cotangent)[0]
+
+    torch.testing.assert_close(gradient("fused"), gradient("reference"), **EXACT)

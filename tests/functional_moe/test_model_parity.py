@@ -181,14 +181,18 @@ def to_tree(values: dict[str, torch.Tensor], config: MoEConfig) -> Any:
         return take(f"{name}.weight").t().contiguous()
 
     def mlp(name: str) -> dict[str, torch.Tensor]:
-        return {matrix: linear(f"{name}.{matrix}_proj") for matrix in ("gate", "up", "down")}
+        gate_up = torch.cat([linear(f"{name}.{matrix}_proj") for matrix in ("gate", "up")], dim=-1)
+        return {"gate_up": gate_up, "down": linear(f"{name}.down_proj")}
 
     layers = []
     for index in range(config.num_hidden_layers):
         at = f"model.layers.{index}"
-        attention = {matrix: linear(f"{at}.self_attn.{matrix}_proj") for matrix in "qkvo"}
+        attention = {
+            "qkv": torch.cat([linear(f"{at}.self_attn.{matrix}_proj") for matrix in "qkv"], dim=-1),
+            "o": linear(f"{at}.self_attn.o_proj"),
+        }
         if config.attention_bias:
-            attention |= {f"{matrix}_bias": take(f"{at}.self_attn.{matrix}_proj.bias") for matrix in "qkv"}
+            attention["qkv_bias"] = torch.cat([take(f"{at}.self_attn.{matrix}_proj.bias") for matrix in "qkv"])
         if config.use_qk_norm:
             attention |= {f"{matrix}_norm": take(f"{at}.self_attn.{matrix}_norm.weight") for matrix in "qk"}
         layer = {
@@ -198,9 +202,10 @@ def to_tree(values: dict[str, torch.Tensor], config: MoEConfig) -> Any:
         }
         if config.is_moe_layer(index):
             layer["router"] = linear(f"{at}.mlp.gate")
-            gate, up = take(f"{at}.mlp.experts.gate_up_proj").transpose(1, 2).chunk(2, dim=-1)
-            down = take(f"{at}.mlp.experts.down_proj").transpose(1, 2)
-            layer["experts"] = {"gate": gate.contiguous(), "up": up.contiguous(), "down": down.contiguous()}
+            layer["experts"] = {
+                matrix: take(f"{at}.mlp.experts.{matrix}_proj").transpose(1, 2).contiguous()
+                for matrix in ("gate_up", "down")
+            }
             if config.num_shared_experts:
                 layer["shared"] = mlp(f"{at}.mlp.shared_experts")
         else:

@@ -68,13 +68,13 @@ def test_each_option_adds_its_own_leaves(make_config):
         return set(named_leaves(abstract(make_config(**changes))))
 
     assert names() - names(tie_word_embeddings=True) == {"head"}
-    assert names() - names(attention_bias=False) == {f"layers.{i}.attention.{n}_bias" for i in range(2) for n in "qkv"}
+    assert names() - names(attention_bias=False) == {f"layers.{i}.attention.qkv_bias" for i in range(2)}
     assert names() - names(use_qk_norm=False) == {f"layers.{i}.attention.{n}_norm" for i in range(2) for n in "qk"}
     dense = names(first_k_dense_replace=1, intermediate_size=3)
-    assert dense - names() == {f"layers.0.mlp.{n}" for n in ("gate", "up", "down")}
-    assert names() - dense == {"layers.0.router"} | {f"layers.0.experts.{n}" for n in ("gate", "up", "down")}
+    assert dense - names() == {f"layers.0.mlp.{n}" for n in ("gate_up", "down")}
+    assert names() - dense == {"layers.0.router"} | {f"layers.0.experts.{n}" for n in ("gate_up", "down")}
     shared = names(num_shared_experts=1)
-    assert shared - names() == {f"layers.{i}.shared.{n}" for i in range(2) for n in ("gate", "up", "down")}
+    assert shared - names() == {f"layers.{i}.shared.{n}" for i in range(2) for n in ("gate_up", "down")}
     gated = names(num_shared_experts=1, shared_expert_gate=True)
     assert gated - shared == {f"layers.{i}.shared_gate" for i in range(2)}
 
@@ -87,7 +87,7 @@ def test_only_matrices_in_the_layers_are_labelled_for_muon(make_config):
             expected = "embedding"
         elif last in ("router", "shared_gate"):
             expected = "router"
-        elif last in ("q", "k", "v", "o", "gate", "up", "down"):
+        elif last in ("qkv", "o", "gate_up", "down"):
             expected = "matrix"
         else:
             expected = "vector"
@@ -116,7 +116,7 @@ def test_init_does_not_depend_on_the_order_of_drawing(make_config, monkeypatch):
     draw = parameters._normal
     monkeypatch.setattr(parameters, "_normal", lambda *call: calls.append((call, draw(*call))) or calls[-1][1])
     init(make_config(), 3)
-    assert len(calls) == 2 + 2 * (4 + 1 + 3 * 5)  # every matrix its own draw
+    assert len(calls) == 2 + 2 * (2 + 1 + 2 * 5)  # every matrix its own draw
     random.Random(0).shuffle(calls)
     for call, value in calls:
         assert torch.equal(draw(*call), value)
@@ -125,16 +125,16 @@ def test_init_does_not_depend_on_the_order_of_drawing(make_config, monkeypatch):
 def test_init_does_not_depend_on_what_else_the_model_has(make_config):
     """Leaves of one name and shape are the same in models that differ elsewhere."""
     small, large = init(make_config(), 0), init(make_config(num_shared_experts=1, vocab_size=17, num_experts=9), 0)
-    for name in ("q", "k", "v", "o"):
+    for name in ("qkv", "o"):
         assert torch.equal(small["layers"][1]["attention"][name], large["layers"][1]["attention"][name])
     # A model with more experts begins with the same ones.
-    assert torch.equal(small["layers"][0]["experts"]["up"], large["layers"][0]["experts"]["up"][:5])
+    assert torch.equal(small["layers"][0]["experts"]["gate_up"], large["layers"][0]["experts"]["gate_up"][:5])
 
 
 def test_an_experts_matrix_drawn_alone_equals_its_slice(make_config):
     config = make_config()
     tree = init(config, 7)
-    for matrix in ("gate", "up", "down"):
+    for matrix in ("gate_up", "down"):
         leaf = declare(config)["layers"][1]["experts"][matrix]
         for expert in range(config.num_experts):
             alone = parameters._normal(

@@ -180,8 +180,7 @@ def test_a_sweep_over_learning_rates_is_vmap_of_the_whole_step() -> None:
 
 
 def test_the_step_can_be_differentiated_by_its_learning_rate() -> None:
-    # without eps_root the derivative of a root at 0 is infinite: rows of the embedding that no token looks up
-    batch, optimizer = make_batch(0), optim.adamw(0.1, eps_root=1e-8, foreach=False)
+    batch, optimizer = make_batch(0), optim.sgd(0.1, foreach=False)
     start = make_state(optimizer=optimizer)
 
     def after(rate: torch.Tensor) -> torch.Tensor:

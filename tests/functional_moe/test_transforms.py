@@ -144,7 +144,7 @@ MASK = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
 
 
 def _expert_tree(**changes):
-    tree = {"gate": random(3, 6, 5), "up": random(3, 6, 5, seed=1), "down": random(3, 5, 6, seed=2)}
+    tree = {"gate_up": random(3, 6, 10), "down": random(3, 5, 6, seed=2)}
     return {**tree, **changes}
 
 
@@ -182,9 +182,11 @@ PIECES = {
         lambda weights, k: routed_experts(_expert_tree(), random(4, 6), EXPERTS, weights, k).square().sum(),
         random(4, 2, seed=1),
     ),
-    "routed_experts of gate": (
-        lambda gate, k: routed_experts(_expert_tree(gate=gate), random(4, 6), EXPERTS, random(4, 2), k).square().sum(),
-        random(3, 6, 5),
+    "routed_experts of gate_up": (
+        lambda gate_up, k: (
+            routed_experts(_expert_tree(gate_up=gate_up), random(4, 6), EXPERTS, random(4, 2), k).square().sum()
+        ),
+        random(3, 6, 10),
     ),
     "routed_experts of down": (
         lambda down, k: routed_experts(_expert_tree(down=down), random(4, 6), EXPERTS, random(4, 2), k).square().sum(),
@@ -212,20 +214,13 @@ TRANSFORMS = {
     "vmap of grad": lambda f, a: vmap(grad(f))(stacked(a)),
     "grad of vmap": lambda f, a: grad(lambda b: vmap(f)(b).sum())(stacked(a)),
 }
-# Of the weights and of the parameters of the experts the gradient is made of grouped products, which differentiate
-# to any order: no wrong value, so no error.
-ANY_ORDER = {"routed_experts of weights", "routed_experts of gate", "routed_experts of down"}
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("piece", PIECES)
-def test_a_fused_piece_refuses_or_is_right(piece, transform):
+def test_a_fused_piece_refuses_every_other_transform(piece, transform):
     function, argument = PIECES[piece]
     apply = TRANSFORMS[transform]
-    if piece in ANY_ORDER and transform in ("grad of grad", "vjp of grad"):
-        expected = apply(lambda a: function(a, "reference"), argument)
-        chex.assert_trees_all_close(apply(lambda a: function(a, "fused"), argument), expected, **EXACT)
-        return
     with pytest.raises(NotImplementedError, match="kernels='reference'"):
         apply(lambda a: function(a, "fused"), argument)
 
