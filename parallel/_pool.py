@@ -37,6 +37,7 @@ from ._collectives import CollectiveError
 from ._reference import dumps, loads
 
 _GRACE = 2.0  # seconds to wait for the rank that failed by itself, once a collective has failed on another
+_IMPORT = 120.0  # seconds for a worker to start and to import the function's module
 _REST = 0.5  # seconds to wait for the others after that
 _HUNG = 1.0  # seconds after the collectives' own time-out at which a rank that is still busy tells where
 
@@ -98,6 +99,13 @@ class Pool:
         for rank, worker in enumerate(workers):
             worker.connection.send_bytes(dumps(_Request(self._worlds, rank, world_size, timeout)))
             worker.connection.send_bytes(work)
+        # Imports may take long, and not alike: the clock starts once every rank has its function.
+        self._collect(workers, _IMPORT)
+        for worker in workers:
+            worker.connection.send_bytes(b"go")
+        return [loads(report.payload) for report in self._collect(workers, timeout)]
+
+    def _collect(self, workers: list[_Worker], timeout: float) -> list[_Report]:
         try:
             reports = _collect(workers, timeout)
         except BaseException:
@@ -106,7 +114,7 @@ class Pool:
         if any(not report.done for report in reports):
             self._end()
             raise WorkerError(_describe(reports))
-        return [loads(report.payload) for report in reports]
+        return reports
 
     def close(self) -> None:
         """Ends the workers; a later call starts new ones."""
@@ -218,9 +226,12 @@ def _serve(connection: Connection, port: int) -> None:
     store = TCPStore("127.0.0.1", port, is_master=False)
     world = 0
     while True:
-        request, work = mail.receive()
-        mail.expect(request.timeout + _HUNG)
         try:
+            request = loads(mail.receive())
+            function, args = loads(mail.receive())
+            mail.send(_Report(True))
+            mail.receive()
+            mail.expect(request.timeout + _HUNG)
             if world != request.world:
                 if world:
                     dist.destroy_process_group()
@@ -232,7 +243,6 @@ def _serve(connection: Connection, port: int) -> None:
                     timeout=datetime.timedelta(seconds=request.timeout),
                 )
                 world = request.world
-            function, args = loads(work)
             report = _Report(True, dumps(function(*args)))
         except BaseException as error:
             kind = type(error).__name__
@@ -255,13 +265,13 @@ class _Mail:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._requests: queue.SimpleQueue[tuple[_Request, bytes]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._deadline: float | None = None
         self._main = threading.get_ident()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def receive(self) -> tuple[_Request, bytes]:
+    def receive(self) -> bytes:
         return self._requests.get()
 
     def send(self, report: _Report) -> None:
@@ -278,8 +288,7 @@ class _Mail:
                 while not self._connection.poll(_HUNG / 2):
                     if self._deadline is not None and time.monotonic() > self._deadline:
                         self._report_hang()
-                request = loads(self._connection.recv_bytes())
-                self._requests.put((request, self._connection.recv_bytes()))
+                self._requests.put(self._connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(1)
 
