@@ -1,6 +1,6 @@
 """Meshes, placements, collectives, and the proof that sharding changes nothing."""
 
-from ._collectives import CollectiveError as CollectiveError
+from ._collective_functions import CollectiveError as CollectiveError
 from ._collectives import Handle as Handle
 from ._collectives import all_gather as all_gather
 from ._collectives import all_gather_start as all_gather_start

@@ -36,20 +36,24 @@ message; every rank must map over the same number.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# torch 2.13 renamed these two and deprecated the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class CollectiveError(RuntimeError):
-    """A collective that failed while running, with its name, operand and ranks; most often a peer died or hangs."""
+from ._collective_functions import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    BroadcastFrom,
+    Pending,
+    ReduceReplicated,
+    ReduceScatter,
+    ReduceTo,
+    Replicate,
+    Wait,
+)
 
 
 def axis_index(group: ProcessGroup) -> int:
@@ -102,11 +106,11 @@ def all_gather_start(x: Tensor, group: ProcessGroup, dim: int = 0, sizes: Sequen
     rows, dim, sizes, even = _rows_first(x, group, dim, sizes, "all_gather")
     if not even:
         rows = _pad(rows, max(sizes))
-    pending = _Pending()
-    started = _AllGather.apply(rows, group, pending)
+    pending = Pending()
+    started = AllGather.apply(rows, group, pending)
 
     def finish() -> Tensor:
-        joined = _Wait.apply(started, pending)
+        joined = Wait.apply(started, pending)
         if not even:
             blocks = joined.unflatten(0, (len(sizes), max(sizes)))
             joined = torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
@@ -146,10 +150,10 @@ def reduce_scatter_start(x: Tensor, group: ProcessGroup, dim: int = 0, sizes: Se
     rows, dim, sizes, even = _rows_first(x, group, dim, sizes, "reduce_scatter")
     if not even:
         rows = torch.cat([_pad(part, max(sizes)) for part in rows.split(list(sizes))])
-    pending = _Pending()
-    started = _ReduceScatter.apply(rows, group, pending)
+    pending = Pending()
+    started = ReduceScatter.apply(rows, group, pending)
     kept = sizes[axis_index(group)]
-    return Handle(lambda: _Wait.apply(started, pending)[:kept].movedim(0, dim))
+    return Handle(lambda: Wait.apply(started, pending)[:kept].movedim(0, dim))
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -165,7 +169,7 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     Raises:
       CollectiveError: when the group fails.
     """
-    return _AllReduce.apply(x, group)  # type: ignore[no-any-return]
+    return AllReduce.apply(x, group)  # type: ignore[no-any-return]
 
 
 def all_to_all(
@@ -205,7 +209,7 @@ def all_to_all(
         raise ValueError(
             f"all_to_all: send_sizes = {tuple(send_sizes)} add up to {sum(send_sizes)}, x has {x.shape[0]} rows"
         )
-    return _AllToAll.apply(x, group, tuple(send_sizes), tuple(receive_sizes))  # type: ignore[no-any-return]
+    return AllToAll.apply(x, group, tuple(send_sizes), tuple(receive_sizes))  # type: ignore[no-any-return]
 
 
 def broadcast_from(x: Tensor, owner: int, group: ProcessGroup) -> Tensor:
@@ -221,7 +225,7 @@ def broadcast_from(x: Tensor, owner: int, group: ProcessGroup) -> Tensor:
       CollectiveError: when the group fails.
     """
     _check_owner(owner, group, "broadcast_from")
-    return _BroadcastFrom.apply(x, owner, group)  # type: ignore[no-any-return]
+    return BroadcastFrom.apply(x, owner, group)  # type: ignore[no-any-return]
 
 
 def reduce_to(x: Tensor, owner: int, group: ProcessGroup) -> Tensor:
@@ -237,7 +241,7 @@ def reduce_to(x: Tensor, owner: int, group: ProcessGroup) -> Tensor:
       CollectiveError: when the group fails.
     """
     _check_owner(owner, group, "reduce_to")
-    return _ReduceTo.apply(x, owner, group)  # type: ignore[no-any-return]
+    return ReduceTo.apply(x, owner, group)  # type: ignore[no-any-return]
 
 
 def replicate(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -249,7 +253,7 @@ def replicate(x: Tensor, group: ProcessGroup) -> Tensor:
       x: the same on every rank of ``group``; that is not checked.
       group: the ranks whose uses of ``x`` count.
     """
-    return _Replicate.apply(x, group)  # type: ignore[no-any-return]
+    return Replicate.apply(x, group)  # type: ignore[no-any-return]
 
 
 def reduce_replicated(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -266,7 +270,7 @@ def reduce_replicated(x: Tensor, group: ProcessGroup) -> Tensor:
     Raises:
       CollectiveError: when the group fails.
     """
-    return _ReduceReplicated.apply(x, group)  # type: ignore[no-any-return]
+    return ReduceReplicated.apply(x, group)  # type: ignore[no-any-return]
 
 
 class Handle:
@@ -282,256 +286,6 @@ class Handle:
           CollectiveError: when the group fails.
         """
         return self._finish()
-
-
-class _Pending:
-    """What a Function started and somebody will wait for."""
-
-    def __init__(self) -> None:
-        self.call: _Call | None = None
-        self.work: Any = None
-        self.operand: Tensor | None = None  # must live until the work is done
-
-    def start(self, call: _Call, work: Any, operand: Tensor) -> None:
-        self.call, self.work, self.operand = call, work, operand
-
-    def wait(self) -> None:
-        if self.call is not None and self.work is not None:
-            with self.call:
-                self.work.wait()
-        self.work = self.operand = None
-
-
-class _Call(NamedTuple):
-    """A context that gives an error from the backend the name of the collective and its ranks."""
-
-    name: str
-    x: Tensor
-    group: ProcessGroup
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError):
-            dtype = str(self.x.dtype).removeprefix("torch.")
-            raise CollectiveError(
-                f"{self.name} of {dtype} {list(self.x.shape)} on rank {dist.get_rank()}, over ranks "
-                f"{dist.get_process_group_ranks(self.group)}, failed: {error}"
-            ) from error
-
-
-class _Collective(torch.autograd.Function):
-    """Base of the Functions below. Arguments: the operand, then what ``static`` keeps, all of it hashable or opaque."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.static = inputs[1:]
-
-
-def _along_last(function: Any) -> Any:
-    """The ``vmap`` rule of a collective over dimension 0 or over none: the batch goes along as the last dimension."""
-
-    def vmap(info: Any, in_dims: tuple[int, ...], x: Tensor, *static: Any) -> tuple[Tensor, int]:
-        out = function.apply(x.movedim(in_dims[0], -1), *static)
-        return out, out.ndim - 1
-
-    return staticmethod(vmap)
-
-
-class _AllGather(_Collective):
-    """``[m, ...] -> [n * m, ...]``; with ``pending``, the result is there only after its ``wait``."""
-
-    @staticmethod
-    def forward(x: Tensor, group: ProcessGroup, pending: _Pending | None) -> Tensor:
-        if axis_size(group) == 1:
-            return x.view_as(x)
-        x = x.contiguous()
-        out = x.new_empty(axis_size(group) * x.shape[0], *x.shape[1:])
-        call = _Call("all_gather", x, group)
-        with call:
-            work = _all_gather_single(out, x, group=group, async_op=pending is not None)
-        if pending is not None:
-            pending.start(call, work, x)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _ReduceScatter.apply(grad, ctx.static[0], None), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _AllGather.apply(tangent, ctx.static[0], None)  # type: ignore[no-any-return]
-
-
-class _ReduceScatter(_Collective):
-    """``[n * m, ...] -> [m, ...]``; with ``pending``, the result is there only after its ``wait``."""
-
-    @staticmethod
-    def forward(x: Tensor, group: ProcessGroup, pending: _Pending | None) -> Tensor:
-        if axis_size(group) == 1:
-            return x.view_as(x)
-        x = x.contiguous()
-        out = x.new_empty(x.shape[0] // axis_size(group), *x.shape[1:])
-        call = _Call("reduce_scatter", x, group)
-        with call:
-            work = _reduce_scatter_single(out, x, group=group, async_op=pending is not None)
-        if pending is not None:
-            pending.start(call, work, x)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _AllGather.apply(grad, ctx.static[0], None), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _ReduceScatter.apply(tangent, ctx.static[0], None)  # type: ignore[no-any-return]
-
-
-class _Wait(_Collective):
-    """The identity, once the data is there.
-
-    A Function, because gloo's ``wait`` may copy into the result, which a transform around would refuse.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, pending: _Pending) -> Tensor:
-        pending.wait()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return tangent
-
-
-def _sum(x: Tensor, group: ProcessGroup, name: str) -> Tensor:
-    if axis_size(group) == 1:
-        return x.view_as(x)
-    out = x.clone(memory_format=torch.contiguous_format)
-    with _Call(name, x, group):
-        dist.all_reduce(out, group=group)
-    return out
-
-
-class _AllReduce(_Collective):
-    @staticmethod
-    def forward(x: Tensor, group: ProcessGroup) -> Tensor:
-        return _sum(x, group, "all_reduce")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _AllReduce.apply(grad, *ctx.static), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _AllReduce.apply(tangent, *ctx.static)  # type: ignore[no-any-return]
-
-
-class _Replicate(_Collective):
-    @staticmethod
-    def forward(x: Tensor, group: ProcessGroup) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ReduceReplicated.apply(grad, *ctx.static), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _Replicate.apply(tangent, *ctx.static)  # type: ignore[no-any-return]
-
-
-class _ReduceReplicated(_Collective):
-    @staticmethod
-    def forward(x: Tensor, group: ProcessGroup) -> Tensor:
-        return _sum(x, group, "reduce_replicated")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Replicate.apply(grad, *ctx.static), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _ReduceReplicated.apply(tangent, *ctx.static)  # type: ignore[no-any-return]
-
-
-class _AllToAll(_Collective):
-    @staticmethod
-    def forward(x: Tensor, group: ProcessGroup, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
-        if axis_size(group) == 1:
-            return x.view_as(x)
-        x = x.contiguous()
-        out = x.new_empty(sum(receive), *x.shape[1:])
-        with _Call("all_to_all", x, group):
-            dist.all_to_all_single(out, x, list(receive), list(send), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        group, send, receive = ctx.static
-        return _AllToAll.apply(grad, group, receive, send), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _AllToAll.apply(tangent, *ctx.static)  # type: ignore[no-any-return]
-
-
-class _BroadcastFrom(_Collective):
-    @staticmethod
-    def forward(x: Tensor, owner: int, group: ProcessGroup) -> Tensor:
-        if axis_size(group) == 1:
-            return x.view_as(x)
-        out = x.clone(memory_format=torch.contiguous_format)
-        with _Call(f"broadcast_from owner {owner}", x, group):
-            dist.broadcast(out, group_src=owner, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _ReduceTo.apply(grad, *ctx.static), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _BroadcastFrom.apply(tangent, *ctx.static)  # type: ignore[no-any-return]
-
-
-class _ReduceTo(_Collective):
-    @staticmethod
-    def forward(x: Tensor, owner: int, group: ProcessGroup) -> Tensor:
-        if axis_size(group) == 1:
-            return x.view_as(x)
-        out = x.clone(memory_format=torch.contiguous_format)
-        with _Call(f"reduce_to owner {owner}", x, group):
-            dist.reduce(out, group_dst=owner, group=group)
-        # A backend may leave a partial sum where it was not asked for one.
-        return out if axis_index(group) == owner else out.zero_()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _BroadcastFrom.apply(grad, *ctx.static), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _ReduceTo.apply(tangent, *ctx.static)  # type: ignore[no-any-return]
-
-
-for _function in (
-    _AllGather,
-    _ReduceScatter,
-    _Wait,
-    _AllReduce,
-    _Replicate,
-    _ReduceReplicated,
-    _AllToAll,
-    _BroadcastFrom,
-    _ReduceTo,
-):
-    _function.vmap = _along_last(_function)  # type: ignore[method-assign]
 
 
 def _rows_first(

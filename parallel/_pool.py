@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from ._collectives import CollectiveError
+from ._collective_functions import CollectiveError
 from ._reference import dumps, loads
 
 _GRACE = 2.0  # seconds to wait for the rank that failed by itself, once a collective has failed on another
