@@ -1,1 +1,37 @@
-"""Meshes, placements and collectives: how a tree is spread over processes."""
+"""Meshes, placements, collectives, and the proof that sharding changes nothing."""
+
+from ._collective_functions import CollectiveError as CollectiveError
+from ._collectives import Handle as Handle
+from ._collectives import all_gather as all_gather
+from ._collectives import all_gather_start as all_gather_start
+from ._collectives import all_reduce as all_reduce
+from ._collectives import all_to_all as all_to_all
+from ._collectives import axis_index as axis_index
+from ._collectives import axis_size as axis_size
+from ._collectives import broadcast_from as broadcast_from
+from ._collectives import chunk_sizes as chunk_sizes
+from ._collectives import reduce_replicated as reduce_replicated
+from ._collectives import reduce_scatter as reduce_scatter
+from ._collectives import reduce_scatter_start as reduce_scatter_start
+from ._collectives import reduce_to as reduce_to
+from ._collectives import replicate as replicate
+from ._layout import Layout as Layout
+from ._layout import from_local as from_local
+from ._layout import gather as gather
+from ._layout import layout_of as layout_of
+from ._layout import local as local
+from ._layout import local_slices as local_slices
+from ._layout import make_layout as make_layout
+from ._layout import shard as shard
+from ._layout import unshard as unshard
+from ._mesh import axis_group as axis_group
+from ._mesh import axis_sizes as axis_sizes
+from ._mesh import make_mesh as make_mesh
+from ._norm import global_norm as global_norm
+from ._placements import Rules as Rules
+from ._placements import default_rules as default_rules
+from ._placements import placements as placements
+from ._pool import Pool as Pool
+from ._pool import WorkerError as WorkerError
+from ._pool import shared_pool as shared_pool
+from ._pool import spawn as spawn
