@@ -1,8 +1,8 @@
 """Learning-rate schedules: pure functions of the count of updates made so far.
 
 Each factory returns ``schedule(count) -> value``: ``count`` is an int or an int64 tensor of any shape (0 at
-the first update), the value a float32 tensor of that shape, computed in float64. Nothing depends on the value of
-``count`` in Python, so a schedule works under ``torch.func.vmap``.
+the first update), the value a float32 tensor of that shape, computed in float64. Nothing depends on the value
+of ``count`` in Python, so a schedule works under ``torch.func.vmap``.
 """
 
 import itertools
