@@ -29,7 +29,7 @@ from ._matrix_axes import (
     matrix_scale,
     split_matrices,
 )
-from ._newton_schulz import KELLER_JORDAN, Coefficients, Method, check_coefficients, newton_schulz
+from ._newton_schulz import KELLER_JORDAN, Coefficients, Method, check_coefficients, newton_schulz, stack_size
 from ._tree import Tree
 
 Momentum: TypeAlias = Literal["average", "sum"]
@@ -238,14 +238,39 @@ def orthogonalize_whole(
     leaves, spec = _tree.flatten(updates)
     paths = _tree.leaf_paths(updates)
     leaf_axes = _tree.broadcast_prefix(axes, updates, lambda node: isinstance(node, MatrixAxes), "MatrixAxes")
+    pieces = [
+        split_matrices(leaf, one, path) for leaf, one, path in zip(leaves, leaf_axes, paths, strict=True)
+    ]
+    stacks = iter(_together([stack for piece in pieces for stack in piece], function))
     out = []
-    for leaf, one, path in zip(leaves, leaf_axes, paths, strict=True):
-        stacks = [
-            function(stack) * matrix_scale(scale, *stack.shape[-2:])
-            for stack in split_matrices(leaf, one, path)
-        ]
-        out.append(join_matrices(stacks, one, leaf.shape, path))
+    for leaf, one, path, piece in zip(leaves, leaf_axes, paths, pieces, strict=True):
+        scaled = [next(stacks) * matrix_scale(scale, *stack.shape[-2:]) for stack in piece]
+        out.append(join_matrices(scaled, one, leaf.shape, path))
     return _tree.unflatten(out, spec)
+
+
+def _together(stacks: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Apply ``function`` to stacks [batch, rows, cols], small ones of one shape in one call.
+
+    One product of a stack of matrices keeps all cores busy where single ones of a few hundred rows do not. A
+    stack that fills a call by itself is not copied. Tall matrices are laid on their side so that they meet
+    wide ones.
+    """
+    out: list[Tensor | None] = [None] * len(stacks)
+    groups: dict[tuple[int, int, torch.dtype, torch.device], list[int]] = {}
+    for index, stack in enumerate(stacks):
+        rows, cols = sorted(stack.shape[-2:])
+        if stack.shape[0] >= stack_size(rows, cols, stack.device):
+            out[index] = function(stack)
+        else:
+            groups.setdefault((rows, cols, stack.dtype, stack.device), []).append(index)
+    for key, members in groups.items():
+        cols = key[1]
+        wide = [stacks[i] if stacks[i].shape[-1] == cols else stacks[i].mT for i in members]
+        results = function(torch.cat(wide)) if len(wide) > 1 else function(wide[0])
+        for i, result in zip(members, torch.split(results, [stack.shape[0] for stack in wide]), strict=True):
+            out[i] = result if stacks[i].shape[-1] == cols else result.mT
+    return [result for result in out if result is not None]
 
 
 def _average(

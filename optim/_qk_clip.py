@@ -111,9 +111,10 @@ def qk_clip(tau: float) -> Callable[[Tree, Tree, Tree], Tree]:
         for index, (query, key, maximum) in enumerate(zip(queries, keys, maxima, strict=True)):
             num_kv_heads = _key_heads(query, key, maximum)
             if num_kv_heads is None:
+                path = _tree.leaf_paths(q_weights)[index]
+                shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, maximum))
                 raise ValueError(
-                    f"qk_clip: leaf {_tree.leaf_paths(q_weights)[index]!r} has query weights {tuple(query.shape)}, "
-                    f"key weights {tuple(key.shape)} and logits {tuple(maximum.shape)}; expected "
+                    f"qk_clip: leaf {path!r} has query weights, key weights and logits of shapes {shapes}; expected "
                     "[..., num_heads * head_dim], [..., num_kv_heads * head_dim] and [num_heads]"
                 )
             pairs.append(_clip_pair(query, key, maximum, num_kv_heads, tau))
