@@ -114,7 +114,7 @@ def qk_clip(tau: float) -> Callable[[Tree, Tree, Tree], Tree]:
                 path = _tree.leaf_paths(q_weights)[index]
                 shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, maximum))
                 raise ValueError(
-                    f"qk_clip: leaf {path!r} has query weights, key weights and logits of shapes {shapes}; expected "
+                    f"qk_clip: leaf {path!r} has query, key and logit shapes {shapes}; expected "
                     "[..., num_heads * head_dim], [..., num_kv_heads * head_dim] and [num_heads]"
                 )
             pairs.append(_clip_pair(query, key, maximum, num_kv_heads, tau))
