@@ -146,19 +146,23 @@ def bias_correction(decay: float, count: Tensor) -> Tensor:
 def _fused(
     grads: list[Tensor], mu: list[Tensor], nu: list[Tensor], count: Tensor, b1: float, b2: float, eps: float
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Torch's fused AdamW kernel on fresh copies: a rate of 1 on parameters of 0 leaves minus the result."""
+    """Torch's fused AdamW kernel on fresh copies: a rate of -1 on parameters of 0 leaves the result."""
     # The kernel walks raw memory and does not look at strides, so everything has to be contiguous.
-    grads = [grad.contiguous() for grad in grads]
-    mu = [m.clone(memory_format=torch.contiguous_format) for m in mu]
-    nu = [v.clone(memory_format=torch.contiguous_format) for v in nu]
+    grads, mu, nu = _contiguous(grads), _contiguous(mu), _contiguous(nu)
+    mu, nu = list(torch._foreach_clone(mu)), list(torch._foreach_clone(nu))
     out = [torch.zeros_like(grad) for grad in grads]
     step = count.to(grads[0].device, torch.float32)
+    # fmt: off
     torch._fused_adamw_(
-        out, grads, mu, nu, [], [step] * len(out), lr=1.0, beta1=b1, beta2=b2, weight_decay=0.0, eps=eps,
+        out, grads, mu, nu, [], [step] * len(out), lr=-1.0, beta1=b1, beta2=b2, weight_decay=0.0, eps=eps,
         amsgrad=False, maximize=False,
-    )  # fmt: skip
-    torch._foreach_neg_(out)
+    )
+    # fmt: on
     return out, mu, nu
+
+
+def _contiguous(xs: list[Tensor]) -> list[Tensor]:
+    return [x if x.is_contiguous() else x.contiguous() for x in xs]
 
 
 def _plain(

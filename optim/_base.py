@@ -120,5 +120,5 @@ def apply_updates(params: Tree, updates: Tree, *, foreach: bool = True) -> Tree:
         check_no_transform([*leaves, *new], "apply_updates")
     out = add(leaves, new, foreach=foreach)
     # A wider update promotes the sum; the parameter keeps its dtype.
-    out = [y.to(x.dtype) for x, y in zip(leaves, out, strict=True)]
+    out = [y if x.dtype == y.dtype else y.to(x.dtype) for x, y in zip(leaves, out, strict=True)]
     return _tree.unflatten(out, spec)

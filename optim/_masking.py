@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-import torch.utils._pytree as pytree
-
 from . import _tree
 from ._base import GradientTransformation
 from ._tree import MaskedNode, Tree
@@ -43,9 +41,7 @@ def masked(inner: GradientTransformation, mask: Tree | Callable[[Tree], Tree]) -
         inner_params = None if params is None else _keep(params, keep)
         if params is not None:
             # The mask is in the order of the parameters' leaves.
-            updates = _tree.unflatten(
-                _tree.flatten_like(params, updates, "masked: the updates"), pytree.tree_structure(params)
-            )
+            updates = _tree.unflatten(_tree.flatten_like(params, updates, "masked: the updates"), params)
         new, inner_state = inner.update(_keep(updates, keep), state.inner_state, inner_params)
         return _merge(updates, [(keep, new)]), MaskedState(inner_state)
 
@@ -106,9 +102,7 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
         reference = updates if params is None else params
         leaves = label_leaves(reference)
         # The labels are in the order of the parameters' leaves.
-        updates = _tree.unflatten(
-            _tree.flatten_like(reference, updates, "partition: the updates"), pytree.tree_structure(reference)
-        )
+        updates = _tree.unflatten(_tree.flatten_like(reference, updates, "partition: the updates"), reference)
         parts, inner_states = [], {}
         for label, transform in transforms.items():
             keep = [leaf == label for leaf in leaves]
@@ -139,7 +133,7 @@ def _merge(tree: Tree, parts: list[tuple[list[bool], Tree]]) -> Tree:
     """Replace the kept leaves of ``tree`` by those of each part."""
     leaves, spec = _tree.flatten(tree)
     for keep, part in parts:
-        new = iter(pytree.tree_leaves(part))
+        new = iter(_tree.leaves_of(part))
         leaves = [next(new) if kept else leaf for leaf, kept in zip(leaves, keep, strict=True)]
         left = len(list[Any](new))
         if left:

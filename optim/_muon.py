@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from . import _tree
@@ -102,13 +101,13 @@ def scale_by_muon(
 
     def axes_tree(params: Tree) -> Tree:
         leaves = _tree.broadcast_prefix(axes, params, lambda node: isinstance(node, MatrixAxes), "MatrixAxes")
-        return _tree.unflatten(leaves, pytree.tree_structure(params))
+        return _tree.unflatten(leaves, params)
 
     def init(params: Tree) -> ScaleByMuonState:
         leaves, _ = _tree.flatten(params)
         tree = axes_tree(params)
         for leaf, leaf_axes, path in zip(
-            leaves, pytree.tree_leaves(tree), _tree.leaf_paths(params), strict=True
+            leaves, _tree.leaves_of(tree), _tree.leaf_paths(params), strict=True
         ):
             # Shards need not hold whole blocks: there, only the axes can be checked before the leaf is whole.
             check = check_blocks if orthogonalize is orthogonalize_here else check_axes

@@ -1,4 +1,4 @@
-"""Five steps of every optimizer, for drawn trees and all flag combinations, against optax itself in float32."""
+"""Five steps of every optimizer, for drawn trees and all flag combinations, against optax itself."""
 
 import contextlib
 
@@ -21,9 +21,7 @@ RELATIVE = 1e-5  # the bound of the issue; both sides round in float32
 
 def trees(shapes):
     leaf = st.sampled_from(shapes)
-    return st.builds(
-        lambda a, b, c: {"a": a, "layers": (b, {"w": c})}, leaf, leaf, leaf
-    )
+    return st.builds(lambda a, b, c: {"a": a, "layers": (b, {"w": c})}, leaf, leaf, leaf)
 
 
 def draw(shapes, seed):
@@ -118,8 +116,8 @@ def test_muon(nesterov, decay, consistent_rms, shapes, beta, seed):
 )
 def test_adamw(shapes, nesterov, foreach, decay, eps_root, b1, b2, seed):
     arguments = {"b1": b1, "b2": b2, "eps_root": eps_root, "weight_decay": decay, "nesterov": nesterov}
-    # Tensors are float32 on both sides. optax's *scalar* bias correction 1 - b2 ** t loses 1e-5 relative in float32
-    # at b2 = 0.999; with x64 on it is computed as exactly as ours.
+    # Tensors are float32 on both sides. optax's *scalar* bias correction 1 - b2 ** t loses 1e-5 relative in
+    # float32 at b2 = 0.999; with x64 on it is computed as exactly as ours.
     compare(
         optim.adamw(0.1, foreach=foreach, **arguments), optax.adamw(0.1, **arguments), shapes, seed, x64=True
     )
@@ -182,9 +180,7 @@ def test_clip_by_global_norm(shapes, foreach, max_norm, scale, seed):
 
 
 @few(8)
-@given(
-    shapes=trees(MATRICES + VECTORS), foreach=st.booleans(), n=st.integers(1, 4), seed=st.integers(0, 99)
-)
+@given(shapes=trees(MATRICES + VECTORS), foreach=st.booleans(), n=st.integers(1, 4), seed=st.integers(0, 99))
 def test_accumulate(shapes, foreach, n, seed):
     compare(
         optim.accumulate(optim.adamw(0.1, b2=0.95, foreach=foreach), n, foreach=foreach),
@@ -196,7 +192,7 @@ def test_accumulate(shapes, foreach, n, seed):
 
 
 def test_partition_with_shared_schedule_and_mask():
-    """The composition a training run uses: clip, two optimizers, one schedule each, decay on matrices only."""
+    """The composition a training run uses: clip, two optimizers, a schedule, decay on matrices only."""
     shapes = {"a": (6, 9), "layers": ((5,), {"w": (3, 8, 4)})}
     labels = {"a": "muon", "layers": ("adamw", {"w": "muon"})}
     numbers = {
@@ -244,7 +240,11 @@ SCHEDULES = [
     (
         optim.warmup_stable_decay_schedule(1.0, 3, 5, 7, end_value=0.1),
         optax.join_schedules(
-            [optax.linear_schedule(0.0, 1.0, 3), optax.constant_schedule(1.0), optax.linear_schedule(1.0, 0.1, 7)],
+            [
+                optax.linear_schedule(0.0, 1.0, 3),
+                optax.constant_schedule(1.0),
+                optax.linear_schedule(1.0, 0.1, 7),
+            ],
             [3, 8],
         ),
     ),
@@ -272,9 +272,7 @@ def test_schedule(index):
 
 
 def test_momentum_follows_the_average_in_optax_and_not_the_sum():
-    """Under Nesterov the two differ by the bias correction: a test that could not tell them apart proves nothing."""
+    """Under Nesterov they differ by the bias correction: the test above can tell them apart."""
     shapes = {"a": (4, 6), "layers": ((5, 5), {"w": (3, 3)})}
     with pytest.raises(AssertionError, match="updates of step 1"):
-        compare(
-            optim.muon(0.1, optim.MatrixAxes(-1, -2), momentum="sum"), optax.contrib.muon(0.1), shapes, 0
-        )
+        compare(optim.muon(0.1, optim.MatrixAxes(-1, -2), momentum="sum"), optax.contrib.muon(0.1), shapes, 0)
