@@ -49,6 +49,8 @@ def accumulate(inner: GradientTransformation, n: int, *, foreach: bool = True) -
         grads = _tree.check_congruent(
             state.total, updates, "accumulate: the gradients", "the sums", dtype=False
         )
+        if params is not None:
+            _tree.check_congruent(params, updates, "accumulate: the gradients")
         if foreach:
             check_no_transform([*old, *grads], "accumulate")
         total = add(old, cast(grads, torch.float32), foreach=foreach)

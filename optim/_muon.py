@@ -28,7 +28,15 @@ from ._matrix_axes import (
     matrix_scale,
     split_matrices,
 )
-from ._newton_schulz import KELLER_JORDAN, Coefficients, Method, check_coefficients, newton_schulz, stack_size
+from ._newton_schulz import (
+    KELLER_JORDAN,
+    Coefficients,
+    Method,
+    check_coefficients,
+    check_form,
+    newton_schulz,
+    stack_size,
+)
 from ._tree import Tree
 
 Momentum: TypeAlias = Literal["average", "sum"]
@@ -89,8 +97,9 @@ def scale_by_muon(
         raise ValueError(f"momentum must be 'average' or 'sum', got {momentum!r}")
     if not momentum_dtype.is_floating_point:
         raise ValueError(f"momentum_dtype must be a floating-point dtype, got {momentum_dtype}")
-    matrix_scale(scale, 1, 1)
+    matrix_scale(scale, 1, 1)  # raises for an unknown rule
     triples = check_coefficients(coefficients, steps)
+    check_form(dtype, method)
     whole = functools.partial(
         orthogonalize_whole,
         scale=scale,

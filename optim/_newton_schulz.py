@@ -86,16 +86,15 @@ def newton_schulz(
         Tensor of the shape and dtype of ``x``.
 
     Raises:
-        ValueError: fewer than two axes, no steps, fewer coefficients than steps, an unknown method.
-        TypeError: a dtype that is not floating-point.
+        ValueError: fewer than two axes, no steps, fewer coefficients than steps, an unknown method, a dtype that is
+            not floating-point.
     """
     triples = check_coefficients(coefficients, steps)
     if x.dim() < 2:
         raise ValueError(f"newton_schulz needs [..., rows, cols], got shape {tuple(x.shape)}")
-    if method not in ("standard", "gram", "auto"):
-        raise ValueError(f"method must be 'standard', 'gram' or 'auto', got {method!r}")
-    if not x.dtype.is_floating_point or (dtype is not None and not dtype.is_floating_point):
-        raise TypeError(f"newton_schulz needs floating-point dtypes, got x of {x.dtype} and dtype={dtype}")
+    check_form(dtype, method)
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"newton_schulz needs a floating-point tensor, got {x.dtype}")
     exact = torch.promote_types(x.dtype, torch.float32)
     compute = exact if dtype is None else dtype
     rows, cols = x.shape[-2:]
@@ -148,6 +147,14 @@ def check_coefficients(coefficients: Coefficients, steps: int) -> list[Triple]:
     if len(items) < steps:
         raise ValueError(f"{steps} steps need {steps} triples of coefficients, got {len(items)}")
     return [(float(a), float(b), float(c)) for a, b, c in items[:steps]]
+
+
+def check_form(dtype: torch.dtype | None, method: str) -> None:
+    """Raise ``ValueError`` for a dtype to compute in that is not floating-point, or an unknown method."""
+    if method not in ("standard", "gram", "auto"):
+        raise ValueError(f"method must be 'standard', 'gram' or 'auto', got {method!r}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point dtype or None, got {dtype}")
 
 
 def stack_size(rows: int, cols: int, device: torch.device) -> int:
