@@ -5,9 +5,11 @@ faster), and the rate of the Newton-Schulz iteration against that of a plain mat
 All contenders are run in turn within each repetition, so that what else the machine does falls on all of
 them; figures are medians.
 
-    python benchmarks/muon.py                      # float32, all peers; on a GPU: bfloat16
-    python benchmarks/muon.py --dtype bfloat16     # against torch.optim.Muon, which iterates in bfloat16
-    always python benchmarks/muon.py --crossover          # gram against standard by aspect ratio
+    python benchmarks/muon.py                    # float32, all peers; on a GPU: bfloat16
+    python benchmarks/muon.py --dtype bfloat16   # against torch.optim.Muon, which always iterates in bfloat16
+    python benchmarks/muon.py --crossover        # gram against standard by aspect ratio
+
+On a machine that others use too, ``OMP_WAIT_POLICY=PASSIVE`` and ``--clock process`` compare CPU seconds.
 """
 
 import argparse
@@ -115,7 +117,10 @@ def optax_muon(shapes):
     return step
 
 
-def interleaved(steps, repeats, device):
+CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
+
+
+def interleaved(steps, repeats, device, clock=time.perf_counter):
     """Return the median time in seconds of each step, run in turn ``repeats`` times after one warm-up."""
     times = {name: [] for name in steps}
     for step in steps.values():
@@ -123,10 +128,10 @@ def interleaved(steps, repeats, device):
     for _ in range(repeats):
         for name, step in steps.items():
             sync(device)
-            start = time.perf_counter()
+            start = clock()
             step()
             sync(device)
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -136,7 +141,7 @@ def flops(n, m, steps=5):
     return steps * (4 * n * n * m + 2 * n**3)
 
 
-def rates(shapes, dtype, device, repeats):
+def rates(shapes, dtype, device, repeats, clock):
     """Return the iteration's rate and the matrix product's at that size, both in operations per second.
 
     The iteration is credited with the operations of the plain form, whatever it saves.
@@ -151,11 +156,11 @@ def rates(shapes, dtype, device, repeats):
         "iteration": lambda: optim.newton_schulz(x, dtype=dtype),
         "product": lambda: [z @ z.mT for z in flat],
     }
-    times = interleaved(steps, repeats, device)
+    times = interleaved(steps, repeats, device, clock)
     return batch * flops(n, m) / times["iteration"], batch * 2 * n * n * m / times["product"]
 
 
-def crossover(dtype, device):
+def crossover(dtype, device, clock):
     print("time of standard over time of gram, by size n and columns per row (above 1: gram is faster)")
     for n in (128, 256, 512, 1024):
         line = []
@@ -165,7 +170,7 @@ def crossover(dtype, device):
                 method: functools.partial(optim.newton_schulz, x, dtype=dtype, method=method)
                 for method in ("standard", "gram")
             }
-            times = interleaved(steps, 7, device)
+            times = interleaved(steps, 7, device, clock)
             line.append(f"{aspect}: {times['standard'] / times['gram']:.2f}")
         print(f"  n = {n:5d}  " + "  ".join(line), flush=True)
 
@@ -177,13 +182,16 @@ def main():
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--experts", type=int, default=64, help="experts per layer; fewer for a quick look")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     parser.add_argument("--crossover", action="store_true")
     args = parser.parse_args()
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    clock = CLOCKS[args.clock]
     torch.manual_seed(0)
-    print(f"{args.dtype} on {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    threads = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+    print(f"{args.dtype} on {device}, {args.clock} clock, {threads}")
     if args.crossover:
-        crossover(dtype, device)
+        crossover(dtype, device, clock)
         return
     totals = {}
     for name, shapes in groups(args.experts).items():
@@ -194,11 +202,11 @@ def main():
         }
         if dtype == torch.float32 and device.type == "cpu":
             steps["optax under jit"] = optax_muon(shapes)
-        times = interleaved(steps, args.repeats, device)
+        times = interleaved(steps, args.repeats, device, clock)
         for peer, value in times.items():
             totals[peer] = totals.get(peer, 0.0) + value
         report(name, times, dtype)
-        iteration, product = rates(shapes, dtype, device, max(5, args.repeats))
+        iteration, product = rates(shapes, dtype, device, max(7, args.repeats), clock)
         print(
             f"  Newton-Schulz {iteration / 1e9:.0f} of {product / 1e9:.0f} Gflop/s of a product: "
             f"{iteration / product:.0%}",

@@ -249,35 +249,48 @@ def orthogonalize_whole(
     pieces = [
         split_matrices(leaf, one, path) for leaf, one, path in zip(leaves, leaf_axes, paths, strict=True)
     ]
-    stacks = iter(_together([stack for piece in pieces for stack in piece], function))
+    stacks = iter(_together([stack for piece in pieces for stack in piece], function, scale))
     out = []
     for leaf, one, path, piece in zip(leaves, leaf_axes, paths, pieces, strict=True):
-        scaled = [next(stacks) * matrix_scale(scale, *stack.shape[-2:]) for stack in piece]
-        out.append(join_matrices(scaled, one, leaf.shape, path))
+        out.append(join_matrices([next(stacks) for _ in piece], one, leaf.shape, path))
     return _tree.unflatten(out, spec)
 
 
-def _together(stacks: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Apply ``function`` to stacks [batch, rows, cols], small ones of one shape in one call.
+def _together(
+    stacks: Sequence[Tensor], function: Callable[[Tensor], Tensor], rule: ScaleRule
+) -> list[Tensor]:
+    """Apply ``function`` and the scale to stacks [batch, rows, cols], a cacheful of matrices at a time.
 
-    One product of a stack of matrices keeps all cores busy where single ones of a few hundred rows do not. A
-    stack that fills a call by itself is not copied. Tall matrices are laid on their side so that they meet
-    wide ones.
+    Small stacks of one shape from different leaves go together: one product of several matrices keeps all
+    cores busy where single ones of a few hundred rows do not. Tall ones are laid on their side so that they
+    meet wide ones.
     """
     out: list[Tensor | None] = [None] * len(stacks)
     groups: dict[tuple[int, int, torch.dtype, torch.device], list[int]] = {}
     for index, stack in enumerate(stacks):
-        rows, cols = sorted(stack.shape[-2:])
-        if stack.shape[0] >= stack_size(rows, cols, stack.device):
-            out[index] = function(stack)
+        rows, cols = stack.shape[-2:]
+        size = stack_size(rows, cols, stack.device)
+        if stack.shape[0] >= size:
+            result = stack.new_empty(stack.shape)
+            factor = matrix_scale(rule, rows, cols)
+            for start in range(0, stack.shape[0], size):
+                result[start : start + size] = function(stack[start : start + size]) * factor
+            out[index] = result
         else:
-            groups.setdefault((rows, cols, stack.dtype, stack.device), []).append(index)
-    for key, members in groups.items():
-        cols = key[1]
-        wide = [stacks[i] if stacks[i].shape[-1] == cols else stacks[i].mT for i in members]
-        results = function(torch.cat(wide)) if len(wide) > 1 else function(wide[0])
-        for i, result in zip(members, torch.split(results, [stack.shape[0] for stack in wide]), strict=True):
-            out[i] = result if stacks[i].shape[-1] == cols else result.mT
+            groups.setdefault((min(rows, cols), max(rows, cols), stack.dtype, stack.device), []).append(index)
+    for (rows, cols, _, device), members in groups.items():
+        size = stack_size(rows, cols, device)
+        batch: list[int] = []
+        for index in members:
+            batch.append(index)
+            if index == members[-1] or sum(stacks[i].shape[0] for i in batch) >= size:
+                wide = [stacks[i] if stacks[i].shape[-1] == cols else stacks[i].mT for i in batch]
+                results = torch.split(function(torch.cat(wide)), [stack.shape[0] for stack in wide])
+                for i, result in zip(batch, results, strict=True):
+                    turned = result if stacks[i].shape[-1] == cols else result.mT
+                    factor = matrix_scale(rule, *stacks[i].shape[-2:])
+                    out[i] = turned if factor == 1.0 else turned * factor
+                batch = []
     return [result for result in out if result is not None]
 
 

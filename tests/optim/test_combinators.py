@@ -136,11 +136,7 @@ def test_rates_are_read_from_the_state_and_can_be_set():
 
 def test_rates_by_name_outside_and_inside_of_partitions():
     nested = optim.partition(
-        {
-            "outer": two(
-                {"a": "x", "b": optim.MaskedNode()} if False else {"a": {"w": "x", "v": "y"}, "b": "y"}
-            )
-        },
+        {"outer": two({"a": {"w": "x", "v": "y"}, "b": "y"})},
         "outer",
     )
     assert list(optim.learning_rates(nested.init(PARAMS))) == ["outer.x", "outer.y"]
