@@ -8,6 +8,7 @@ import torch.utils._pytree as pytree
 from functional_moe import optim
 from functional_moe.optim import _tree
 
+torch.manual_seed(0)
 PARAMS = {"a": {"w": torch.randn(3, 4), "v": torch.randn(2, 2)}, "b": (torch.randn(3), torch.randn(1))}
 AXES = optim.MatrixAxes(-1, -2)
 

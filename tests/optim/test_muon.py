@@ -12,6 +12,9 @@ from functional_moe import optim
 
 PLAIN = optim.MatrixAxes(out=-1, in_=-2)  # [in, out]
 
+# Matrices are compared to 1e-5 of a unit spectral norm: float32 rounding of the iteration, and the order of sums in
+# products of different stacks.
+
 
 def first_update(tx, params, grads):
     return tx.update(grads, tx.init(params), params)[0]
@@ -29,7 +32,7 @@ def orthogonal(x, rule="shape"):
 def test_scale_rules_on_in_out_weights(rule, shape):
     g = torch.randn(shape)
     update = first_update(optim.muon(1.0, PLAIN, scale=rule), {"w": g}, {"w": g})["w"]
-    torch.testing.assert_close(-update, orthogonal(g, rule), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(-update, orthogonal(g, rule), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("momentum", "expected"), [("average", 0.19), ("sum", 1.9)])
@@ -61,7 +64,7 @@ def test_experts_are_orthogonalised_each_alone(leaf):
     flat[2] = 0
     update = first_update(optim.muon(1.0, PLAIN), {"e": g}, {"e": g})["e"].reshape(4, 32, 16)
     for index in range(4):
-        torch.testing.assert_close(-update[index], orthogonal(flat[index]), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(-update[index], orthogonal(flat[index]), rtol=1e-5, atol=1e-5)
     assert torch.equal(update[2], torch.zeros(32, 16))
 
 
@@ -72,7 +75,7 @@ def test_fused_blocks_have_their_own_matrices_and_scales():
     axes = optim.MatrixAxes(out=-1, in_=-2, out_blocks=(40, 8, 8))
     update = first_update(optim.muon(1.0, axes), {"qkv": g}, {"qkv": g})["qkv"]
     for block, part in zip((q, k, v), update.split([40, 8, 8], dim=1), strict=True):
-        torch.testing.assert_close(-part, orthogonal(block), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(-part, orthogonal(block), rtol=1e-5, atol=1e-5)
 
 
 def test_gate_and_up_of_each_expert():
@@ -81,8 +84,8 @@ def test_gate_and_up_of_each_expert():
     axes = optim.MatrixAxes(out=-1, in_=-2, out_blocks=2)
     update = first_update(optim.muon(1.0, axes), {"gu": g}, {"gu": g})["gu"]
     for expert in range(3):
-        torch.testing.assert_close(-update[expert, :, :20], orthogonal(gate[expert]), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(-update[expert, :, 20:], orthogonal(up[expert]), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(-update[expert, :, :20], orthogonal(gate[expert]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(-update[expert, :, 20:], orthogonal(up[expert]), rtol=1e-5, atol=1e-5)
 
 
 def test_heads_of_query_and_output_projections():
@@ -95,8 +98,8 @@ def test_heads_of_query_and_output_projections():
     update = first_update(optim.muon(1.0, axes), {"q": q, "o": o}, {"q": q, "o": o})
     for head in range(3):
         part = slice(4 * head, 4 * head + 4)
-        torch.testing.assert_close(-update["q"][:, part], orthogonal(q[:, part]), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(-update["o"][part], orthogonal(o[part]), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(-update["q"][:, part], orthogonal(q[:, part]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(-update["o"][part], orthogonal(o[part]), rtol=1e-5, atol=1e-5)
 
 
 def test_first_step_does_not_see_the_gradients_scale():
@@ -104,7 +107,7 @@ def test_first_step_does_not_see_the_gradients_scale():
     g = torch.randn(9, 14)
     tx = optim.muon(0.1, PLAIN)
     chex.assert_trees_all_close(
-        first_update(tx, {"w": g}, {"w": g}), first_update(tx, {"w": g}, {"w": g * 10}), rtol=1e-5, atol=1e-6
+        first_update(tx, {"w": g}, {"w": g}), first_update(tx, {"w": g}, {"w": g * 10}), rtol=1e-5, atol=1e-5
     )
 
 
@@ -159,8 +162,8 @@ def test_same_shapes_of_different_leaves_are_stacked():
 
     out = optim.orthogonalize_whole(tree, PLAIN, scale="shape", function=function)
     assert sorted(calls) == [(1, 4, 4), (4, 6, 9)]
-    torch.testing.assert_close(out["b"], orthogonal(tree["b"]), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(out["c"][1], orthogonal(tree["c"][1]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out["b"], orthogonal(tree["b"]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out["c"][1], orthogonal(tree["c"][1]), rtol=1e-5, atol=1e-5)
 
 
 def test_orthogonalize_is_an_argument_that_gets_whole_leaves():

@@ -7,6 +7,7 @@ import torch.utils._pytree as pytree
 from functional_moe import optim
 
 AXES = optim.MatrixAxes(-1, -2)
+torch.manual_seed(0)
 PARAMS = {"w": torch.randn(6, 9), "e": torch.randn(2, 4, 8), "b": torch.randn(9)}
 LABELS = {"w": "muon", "e": "muon", "b": "adamw"}
 X = torch.randn(5, 6)
