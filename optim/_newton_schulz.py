@@ -15,13 +15,14 @@
 All n x n products are symmetric, so only their upper block triangle is computed and then mirrored.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+
+from ._matrix_product import matrix_product, symmetric_product, uses_onednn
 
 Triple: TypeAlias = tuple[float, float, float]
 Coefficients: TypeAlias = Triple | Sequence[Triple]
@@ -104,7 +105,8 @@ def newton_schulz(
     stack = x.reshape(-1, rows, cols)
     # Made from `x`, so it is inside whatever torch.func transform `x` is in, and can be written to there.
     out = stack.new_empty(stack.shape)
-    size = stack_size(rows, cols, x.device)
+    # oneDNN's product takes one matrix at a time.
+    size = 1 if uses_onednn(x, compute) else stack_size(rows, cols, x.device)
     for start in range(0, stack.shape[0], size):
         piece = stack[start : start + size]
         out[start : start + size] = _orthogonalise(piece, triples, exact, compute, gram)
@@ -171,7 +173,7 @@ def _orthogonalise(
     """Normalise and iterate one stack [batch, rows, cols]."""
     tall = x.shape[-2] > x.shape[-1]
     y = _normalise(x.to(exact)).to(compute)
-    y = y.mT if tall else y
+    y = (y.mT if tall else y).contiguous()
     y = _gram(y, triples) if gram else _standard(y, triples)
     return y.mT if tall else y
 
@@ -188,16 +190,17 @@ def _standard(x: Tensor, triples: Sequence[Triple]) -> Tensor:
     """Iterate on ``x``: [batch, n, m], n <= m."""
     for a, b, c in triples:
         gram = symmetric_product(x, x.mT)
-        x = torch.baddbmm(x, symmetric_product(gram, gram, base=gram, beta=b, alpha=c), x, beta=a)
+        x = _add_product(x, symmetric_product(gram, gram, base=gram, beta=b, alpha=c), a)
     return x
 
 
 def _gram(x: Tensor, triples: Sequence[Triple]) -> Tensor:
     """Iterate on ``x x^T``; ``x``: [batch, n, m], n <= m."""
-    # A restart comes after the second step, when small values have grown twelvefold or more, and again before
-    # rounding in `gram` shows: after three steps, or two where the matrix is nearly square, as those are
-    # ill-conditioned even when they are random. In float32 this keeps gram within 1e-4 of standard.
-    period = 3 if x.shape[-1] >= GRAM_ASPECT * x.shape[-2] else 2
+    # A restart comes after the second step, when small values have grown twelvefold or more, and again after
+    # every second one, before rounding in `gram` shows. Five steps of a wide matrix do without another;
+    # nearly square ones are ill-conditioned even when random. In float32 this keeps gram within 1e-4 of
+    # standard.
+    once = len(triples) <= 5 and x.shape[-1] >= GRAM_ASPECT * x.shape[-2]
     gram = symmetric_product(x, x.mT)
     product: Tensor | None = None
     for step, (a, b, c) in enumerate(triples, start=1):
@@ -206,52 +209,17 @@ def _gram(x: Tensor, triples: Sequence[Triple]) -> Tensor:
         product = factor if product is None else symmetric_product(product, factor)
         if step == len(triples):
             break
-        if step >= 2 and (step - 2) % period == 0:
-            x = product @ x
+        if step == 2 or (step % 2 == 0 and not once):
+            x = matrix_product(product, x)
             gram, product = symmetric_product(x, x.mT), None
         else:
             gram = symmetric_product(symmetric_product(gram, factor), factor)
-    return x if product is None else product @ x
+    return x if product is None else matrix_product(product, x)
 
 
-def symmetric_product(
-    x: Tensor, y: Tensor, *, base: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0
-) -> Tensor:
-    """Return ``alpha x @ y + beta base`` where that is symmetric, computing its upper block triangle only.
-
-    Args:
-        x: [batch, n, k].
-        y: [batch, k, n], with ``x @ y`` symmetric: a transpose, or a matrix that commutes with a symmetric
-            ``x``.
-        base: [batch, n, n], symmetric; ``None`` for none.
-        beta: factor of ``base``.
-        alpha: factor of the product, where there is a base.
-
-    Returns:
-        [batch, n, n]; exactly symmetric off the diagonal blocks.
-    """
-    n = x.shape[-2]
-    count = _blocks(n, x.dtype)
-    edges = [n * i // count for i in range(count + 1)]
-    out = x.new_empty(x.shape[0], n, n)
-    # Row panel i holds the blocks (i, i), (i, i + 1), ...; below the diagonal stands its transpose.
-    for a, b in itertools.pairwise(edges):
-        if base is None:
-            panel = x[:, a:b] @ y[..., a:]
-        else:
-            panel = torch.baddbmm(base[:, a:b, a:], x[:, a:b], y[..., a:], beta=beta, alpha=alpha)
-        if count == 1:
-            return panel
-        out[:, a:b, a:] = panel
-        out[:, b:, a:b] = panel[..., b - a :].mT
-    return out
-
-
-def _blocks(n: int, dtype: torch.dtype) -> int:
-    """Return into how many blocks an edge of ``n`` is cut.
-
-    Products of fewer than 128 rows do not pay; in half precision, whose products are several times faster
-    than the copies between them, two blocks of 256 rows are what pays (measured on a CPU with bfloat16
-    units).
-    """
-    return max(1, min(n // 128, 8) if dtype.itemsize >= 4 else min(n // 256, 2))
+def _add_product(x: Tensor, factor: Tensor, a: float) -> Tensor:
+    """Return ``a x + factor @ x``; may write into ``factor``."""
+    if not uses_onednn(x):
+        return torch.baddbmm(x, factor, x, beta=a)
+    factor.diagonal(dim1=-2, dim2=-1).add_(a)
+    return matrix_product(factor, x)

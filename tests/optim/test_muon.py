@@ -12,8 +12,8 @@ from functional_moe import optim
 
 PLAIN = optim.MatrixAxes(out=-1, in_=-2)  # [in, out]
 
-# Matrices are compared to 1e-5 of a unit spectral norm: float32 rounding of the iteration, and the order of sums in
-# products of different stacks.
+# Matrices are compared to 1e-5 of a unit spectral norm: float32 rounding of the iteration, and the order of
+# sums in products of different stacks.
 
 
 def first_update(tx, params, grads):
