@@ -145,8 +145,8 @@ def flops(n, m, steps=5):
 def rates(shapes, dtype, device, repeats, clock):
     """Return the iteration's rate and the matrix product's at that size, both in operations per second.
 
-    The product is the faster one of torch's and ours. The iteration is credited with the operations of the plain
-    form, whatever it saves.
+    The product is the faster one of torch's and ours. The iteration is credited with the operations of the
+    plain form, whatever it saves.
     """
     n, m = sorted(shapes[0][-2:])
     batch = sum(s[0] if len(s) == 3 else 1 for s in shapes)
