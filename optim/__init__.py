@@ -54,6 +54,8 @@ from ._newton_schulz import KELLER_JORDAN as KELLER_JORDAN
 from ._newton_schulz import POLAR_EXPRESS as POLAR_EXPRESS
 from ._newton_schulz import newton_schulz as newton_schulz
 from ._newton_schulz import singular_value_band as singular_value_band
+from ._qk_clip import max_attention_logits as max_attention_logits
+from ._qk_clip import qk_clip as qk_clip
 from ._schedules import constant_schedule as constant_schedule
 from ._schedules import cosine_decay_schedule as cosine_decay_schedule
 from ._schedules import inverse_sqrt_schedule as inverse_sqrt_schedule

@@ -42,9 +42,15 @@ def accumulate(inner: GradientTransformation, n: int, *, foreach: bool = True) -
         count = torch.zeros((), dtype=torch.int64, device=_tree.scalar_device(params))
         return AccumulateState(count, zero_moments(params), inner.init(params))
 
-    def update(updates: Tree, state: AccumulateState, params: Tree | None = None, /) -> tuple[Tree, AccumulateState]:
+    def update(
+        updates: Tree, state: AccumulateState, params: Tree | None = None, /
+    ) -> tuple[Tree, AccumulateState]:
         old, spec = _tree.flatten(state.total)
-        grads = _tree.check_congruent(state.total, updates, "accumulate: the gradients", "the sums", dtype=False)
+        grads = _tree.check_congruent(
+            state.total, updates, "accumulate: the gradients", "the sums", dtype=False
+        )
+        if params is not None:
+            _tree.check_congruent(params, updates, "accumulate: the gradients")
         if foreach:
             check_no_transform([*old, *grads], "accumulate")
         total = add(old, cast(grads, torch.float32), foreach=foreach)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from . import _tree
-from ._base import GradientTransformation, chain, checked
+from ._base import EmptyState, GradientTransformation, UpdateFn, chain, checked
 from ._decay import add_decayed_weights
-from ._elementwise import cast, check_no_transform, lerp
-from ._learning_rate import ScalarOrSchedule, scale_by_learning_rate
+from ._elementwise import cast, check_no_transform, lerp, number
+from ._learning_rate import RateState, ScalarOrSchedule, next_rate, scale_by_learning_rate
 from ._tree import Tree
 
 
@@ -61,10 +61,16 @@ def scale_by_adam(
         count = torch.zeros((), dtype=torch.int64, device=_tree.scalar_device(params))
         return ScaleByAdamState(count, zero_moments(params), zero_moments(params))
 
-    def update(updates: Tree, state: ScaleByAdamState, params: Tree | None = None, /) -> tuple[Tree, ScaleByAdamState]:
+    def update(
+        updates: Tree, state: ScaleByAdamState, params: Tree | None = None, /
+    ) -> tuple[Tree, ScaleByAdamState]:
         mu, spec = _tree.flatten(state.mu)
-        nu = _tree.check_congruent(state.mu, state.nu, "scale_by_adam: the second moments", "the first moments")
-        grads = _tree.check_congruent(state.mu, updates, "scale_by_adam: the gradients", "the moments", dtype=False)
+        nu = _tree.check_congruent(
+            state.mu, state.nu, "scale_by_adam: the second moments", "the first moments"
+        )
+        grads = _tree.check_congruent(
+            state.mu, updates, "scale_by_adam: the gradients", "the moments", dtype=False
+        )
         grads = cast(grads, torch.float32)
         count = state.count + 1
         if foreach:
@@ -116,14 +122,44 @@ def adamw(
         >>> updates, state = tx.update(grads, state, params)
         >>> params = apply_updates(params, updates)
     """
-    return checked(
-        chain(
-            scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov, foreach=foreach),
-            add_decayed_weights(weight_decay, mask, foreach=foreach),
-            scale_by_learning_rate(learning_rate, foreach=foreach),
-        ),
-        "adamw",
+    steps = chain(
+        scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov, foreach=foreach),
+        add_decayed_weights(weight_decay, mask, foreach=foreach),
+        scale_by_learning_rate(learning_rate, foreach=foreach),
     )
+    if foreach and mask is None and not nesterov and eps_root == 0.0:
+        # The same in one pass: three transformations would write every leaf three times.
+        one = _one_pass(learning_rate, b1, b2, eps, weight_decay)
+        return checked(GradientTransformation(steps.init, one), "adamw")
+    return checked(steps, "adamw")
+
+
+def _one_pass(
+    learning_rate: ScalarOrSchedule, b1: float, b2: float, eps: float, weight_decay: float
+) -> UpdateFn:
+    """Return the update of the chain that :func:`adamw` is, on its state, by the fused kernel."""
+
+    def update(
+        updates: Tree, state: tuple[ScaleByAdamState, EmptyState, RateState], params: Tree | None = None, /
+    ) -> tuple[Tree, tuple[ScaleByAdamState, EmptyState, RateState]]:
+        adam, empty, rate_state = state
+        leaves, spec = _tree.flatten(params)
+        mu = _tree.check_congruent(params, adam.mu, "adamw: the first moments", dtype=False)
+        nu = _tree.check_congruent(params, adam.nu, "adamw: the second moments", dtype=False)
+        grads = cast(_tree.flatten_like(params, updates, "adamw: the gradients"), torch.float32)
+        rate, rate_state = next_rate(learning_rate, rate_state)
+        check_no_transform([adam.count, rate, *leaves, *grads, *mu, *nu], "adamw")
+        count = adam.count + 1
+        out: list[Tensor] = []
+        if grads:
+            out, mu, nu = _fused(grads, mu, nu, count, b1, b2, eps, rate=number(rate))
+            if weight_decay:
+                # `out` is fresh: nobody else has seen it yet.
+                torch._foreach_add_(out, cast(leaves, torch.float32), alpha=-number(rate) * weight_decay)
+        new = ScaleByAdamState(count, _tree.unflatten(mu, spec), _tree.unflatten(nu, spec))
+        return _tree.unflatten(out, spec), (new, empty, rate_state)
+
+    return update
 
 
 def zero_moments(params: Tree, dtype: torch.dtype = torch.float32) -> Tree:
@@ -138,21 +174,32 @@ def bias_correction(decay: float, count: Tensor) -> Tensor:
 
 
 def _fused(
-    grads: list[Tensor], mu: list[Tensor], nu: list[Tensor], count: Tensor, b1: float, b2: float, eps: float
+    grads: list[Tensor],
+    mu: list[Tensor],
+    nu: list[Tensor],
+    count: Tensor,
+    b1: float,
+    b2: float,
+    eps: float,
+    rate: float = -1.0,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Torch's fused AdamW kernel on fresh copies: a rate of 1 on parameters of 0 leaves minus the result."""
+    """Torch's fused AdamW kernel on fresh copies: parameters of 0 become minus ``rate`` times it."""
     # The kernel walks raw memory and does not look at strides, so everything has to be contiguous.
-    grads = [grad.contiguous() for grad in grads]
-    mu = [m.clone(memory_format=torch.contiguous_format) for m in mu]
-    nu = [v.clone(memory_format=torch.contiguous_format) for v in nu]
+    grads, mu, nu = _contiguous(grads), _contiguous(mu), _contiguous(nu)
+    mu, nu = list(torch._foreach_clone(mu)), list(torch._foreach_clone(nu))
     out = [torch.zeros_like(grad) for grad in grads]
     step = count.to(grads[0].device, torch.float32)
+    # fmt: off
     torch._fused_adamw_(
-        out, grads, mu, nu, [], [step] * len(out), lr=1.0, beta1=b1, beta2=b2, weight_decay=0.0, eps=eps,
+        out, grads, mu, nu, [], [step] * len(out), lr=rate, beta1=b1, beta2=b2, weight_decay=0.0, eps=eps,
         amsgrad=False, maximize=False,
-    )  # fmt: skip
-    torch._foreach_neg_(out)
+    )
+    # fmt: on
     return out, mu, nu
+
+
+def _contiguous(xs: list[Tensor]) -> list[Tensor]:
+    return [x if x.is_contiguous() else x.contiguous() for x in xs]
 
 
 def _plain(

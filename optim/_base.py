@@ -60,9 +60,13 @@ def chain(*transforms: GradientTransformation) -> GradientTransformation:
     def init(params: Tree) -> tuple[Tree, ...]:
         return tuple(transform.init(params) for transform in transforms)
 
-    def update(updates: Tree, state: tuple[Tree, ...], params: Tree | None = None, /) -> tuple[Tree, tuple[Tree, ...]]:
+    def update(
+        updates: Tree, state: tuple[Tree, ...], params: Tree | None = None, /
+    ) -> tuple[Tree, tuple[Tree, ...]]:
         if len(state) != len(transforms):
-            raise ValueError(f"chain of {len(transforms)} transformations got a state of {len(state)} entries")
+            raise ValueError(
+                f"chain of {len(transforms)} transformations got a state of {len(state)} entries"
+            )
         new_state = []
         for transform, inner in zip(transforms, state, strict=True):
             updates, inner = transform.update(updates, inner, params)
@@ -116,5 +120,5 @@ def apply_updates(params: Tree, updates: Tree, *, foreach: bool = True) -> Tree:
         check_no_transform([*leaves, *new], "apply_updates")
     out = add(leaves, new, foreach=foreach)
     # A wider update promotes the sum; the parameter keeps its dtype.
-    out = [y.to(x.dtype) for x, y in zip(leaves, out, strict=True)]
+    out = [y if x.dtype == y.dtype else y.to(x.dtype) for x, y in zip(leaves, out, strict=True)]
     return _tree.unflatten(out, spec)

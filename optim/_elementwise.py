@@ -63,4 +63,4 @@ def lerp(xs: Sequence[Tensor], ys: Sequence[Tensor], weight: float, *, foreach: 
 
 def cast(xs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return each tensor in ``dtype``; one that has it already is returned as it is, not copied."""
-    return [x.to(dtype) for x in xs]
+    return [x if x.dtype == dtype else x.to(dtype) for x in xs]

@@ -35,7 +35,12 @@ class ScheduledLearningRateState(NamedTuple):
     learning_rate: Tensor  # float32 [], the rate of the last update (of the first one before it is made)
 
 
-def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, foreach: bool = True) -> GradientTransformation:
+RateState: TypeAlias = LearningRateState | ScheduledLearningRateState
+
+
+def scale_by_learning_rate(
+    learning_rate: ScalarOrSchedule, *, foreach: bool = True
+) -> GradientTransformation:
     """Multiply updates by minus the learning rate, which lives in the state.
 
     Args:
@@ -58,9 +63,9 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, foreach: bool = T
 
     def update(
         updates: Tree, state: LearningRateState, params: Tree | None = None, /
-    ) -> tuple[Tree, LearningRateState]:
-        out = _descend(updates, state.learning_rate, foreach)
-        return out, LearningRateState(state.count + 1, state.learning_rate)
+    ) -> tuple[Tree, RateState]:
+        rate, new_state = next_rate(initial, state)
+        return _descend(updates, rate, foreach), new_state
 
     return GradientTransformation(init, update)
 
@@ -75,11 +80,19 @@ def _scheduled(schedule: Schedule, foreach: bool) -> GradientTransformation:
 
     def update(
         updates: Tree, state: ScheduledLearningRateState, params: Tree | None = None, /
-    ) -> tuple[Tree, ScheduledLearningRateState]:
-        rate = torch.as_tensor(schedule(state.count), dtype=torch.float32)
-        return _descend(updates, rate, foreach), ScheduledLearningRateState(state.count + 1, rate)
+    ) -> tuple[Tree, RateState]:
+        rate, new_state = next_rate(schedule, state)
+        return _descend(updates, rate, foreach), new_state
 
     return GradientTransformation(init, update)
+
+
+def next_rate(learning_rate: ScalarOrSchedule, state: RateState) -> tuple[Tensor, RateState]:
+    """Return the rate of this update, float32 [], and the state after it."""
+    if callable(learning_rate):
+        rate = torch.as_tensor(learning_rate(state.count), dtype=torch.float32)
+        return rate, ScheduledLearningRateState(state.count + 1, rate)
+    return state.learning_rate, LearningRateState(state.count + 1, state.learning_rate)
 
 
 def _descend(updates: Tree, rate: Tensor, foreach: bool) -> Tree:

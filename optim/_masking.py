@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-import torch.utils._pytree as pytree
-
 from . import _tree
 from ._base import GradientTransformation
 from ._tree import MaskedNode, Tree
@@ -43,9 +41,7 @@ def masked(inner: GradientTransformation, mask: Tree | Callable[[Tree], Tree]) -
         inner_params = None if params is None else _keep(params, keep)
         if params is not None:
             # The mask is in the order of the parameters' leaves.
-            updates = _tree.unflatten(
-                _tree.flatten_like(params, updates, "masked: the updates"), pytree.tree_structure(params)
-            )
+            updates = _tree.unflatten(_tree.flatten_like(params, updates, "masked: the updates"), params)
         new, inner_state = inner.update(_keep(updates, keep), state.inner_state, inner_params)
         return _merge(updates, [(keep, new)]), MaskedState(inner_state)
 
@@ -81,7 +77,9 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
         for index, label in enumerate(leaves):
             if label not in transforms:
                 path = _tree.leaf_paths(params)[index]
-                raise ValueError(f"leaf {path!r} has the label {label!r}; transformations are {list(transforms)}")
+                raise ValueError(
+                    f"leaf {path!r} has the label {label!r}; transformations are {list(transforms)}"
+                )
         unused = [label for label in transforms if label not in set(leaves)]
         if unused:
             raise ValueError(f"no leaf has the label {unused[0]!r}; labels in use are {sorted(set(leaves))}")
@@ -96,20 +94,22 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
             }
         )
 
-    def update(updates: Tree, state: PartitionState, params: Tree | None = None, /) -> tuple[Tree, PartitionState]:
+    def update(
+        updates: Tree, state: PartitionState, params: Tree | None = None, /
+    ) -> tuple[Tree, PartitionState]:
         if set(state.inner_states) != set(transforms):
             raise ValueError(f"partition of {list(transforms)} got the state of {list(state.inner_states)}")
         reference = updates if params is None else params
         leaves = label_leaves(reference)
         # The labels are in the order of the parameters' leaves.
-        updates = _tree.unflatten(
-            _tree.flatten_like(reference, updates, "partition: the updates"), pytree.tree_structure(reference)
-        )
+        updates = _tree.unflatten(_tree.flatten_like(reference, updates, "partition: the updates"), reference)
         parts, inner_states = [], {}
         for label, transform in transforms.items():
             keep = [leaf == label for leaf in leaves]
             inner_params = None if params is None else _keep(params, keep)
-            new, inner_states[label] = transform.update(_keep(updates, keep), state.inner_states[label], inner_params)
+            new, inner_states[label] = transform.update(
+                _keep(updates, keep), state.inner_states[label], inner_params
+            )
             parts.append((keep, new))
         return _merge(updates, parts), PartitionState(inner_states)
 
@@ -124,14 +124,16 @@ def _mask_leaves(mask: Tree | Callable[[Tree], Tree], tree: Tree) -> list[bool]:
 def _keep(tree: Tree, keep: list[bool]) -> Tree:
     """Put a :class:`MaskedNode` in place of each leaf that is not kept."""
     leaves, spec = _tree.flatten(tree)
-    return _tree.unflatten([leaf if kept else MaskedNode() for leaf, kept in zip(leaves, keep, strict=True)], spec)
+    return _tree.unflatten(
+        [leaf if kept else MaskedNode() for leaf, kept in zip(leaves, keep, strict=True)], spec
+    )
 
 
 def _merge(tree: Tree, parts: list[tuple[list[bool], Tree]]) -> Tree:
     """Replace the kept leaves of ``tree`` by those of each part."""
     leaves, spec = _tree.flatten(tree)
     for keep, part in parts:
-        new = iter(pytree.tree_leaves(part))
+        new = iter(_tree.leaves_of(part))
         leaves = [next(new) if kept else leaf for leaf, kept in zip(leaves, keep, strict=True)]
         left = len(list[Any](new))
         if left:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from . import _tree
@@ -29,7 +28,15 @@ from ._matrix_axes import (
     matrix_scale,
     split_matrices,
 )
-from ._newton_schulz import KELLER_JORDAN, Coefficients, Method, check_coefficients, newton_schulz
+from ._newton_schulz import (
+    KELLER_JORDAN,
+    Coefficients,
+    Method,
+    check_coefficients,
+    check_form,
+    newton_schulz,
+    stack_size,
+)
 from ._tree import Tree
 
 Momentum: TypeAlias = Literal["average", "sum"]
@@ -90,29 +97,36 @@ def scale_by_muon(
         raise ValueError(f"momentum must be 'average' or 'sum', got {momentum!r}")
     if not momentum_dtype.is_floating_point:
         raise ValueError(f"momentum_dtype must be a floating-point dtype, got {momentum_dtype}")
-    matrix_scale(scale, 1, 1)
+    matrix_scale(scale, 1, 1)  # raises for an unknown rule
     triples = check_coefficients(coefficients, steps)
+    check_form(dtype, method)
     whole = functools.partial(
         orthogonalize_whole,
         scale=scale,
-        function=functools.partial(newton_schulz, steps=steps, coefficients=triples, dtype=dtype, method=method),
+        function=functools.partial(
+            newton_schulz, steps=steps, coefficients=triples, dtype=dtype, method=method
+        ),
     )
 
     def axes_tree(params: Tree) -> Tree:
         leaves = _tree.broadcast_prefix(axes, params, lambda node: isinstance(node, MatrixAxes), "MatrixAxes")
-        return _tree.unflatten(leaves, pytree.tree_structure(params))
+        return _tree.unflatten(leaves, params)
 
     def init(params: Tree) -> ScaleByMuonState:
         leaves, _ = _tree.flatten(params)
         tree = axes_tree(params)
-        for leaf, leaf_axes, path in zip(leaves, pytree.tree_leaves(tree), _tree.leaf_paths(params), strict=True):
+        for leaf, leaf_axes, path in zip(
+            leaves, _tree.leaves_of(tree), _tree.leaf_paths(params), strict=True
+        ):
             # Shards need not hold whole blocks: there, only the axes can be checked before the leaf is whole.
             check = check_blocks if orthogonalize is orthogonalize_here else check_axes
             check(leaf_axes, leaf.shape, path)
         count = torch.zeros((), dtype=torch.int64, device=_tree.scalar_device(params))
         return ScaleByMuonState(count, zero_moments(params, momentum_dtype))
 
-    def update(updates: Tree, state: ScaleByMuonState, params: Tree | None = None, /) -> tuple[Tree, ScaleByMuonState]:
+    def update(
+        updates: Tree, state: ScaleByMuonState, params: Tree | None = None, /
+    ) -> tuple[Tree, ScaleByMuonState]:
         old, spec = _tree.flatten(state.mu)
         grads = _tree.check_congruent(state.mu, updates, "muon: the gradients", "the momenta", dtype=False)
         if foreach:
@@ -232,11 +246,52 @@ def orthogonalize_whole(
     leaves, spec = _tree.flatten(updates)
     paths = _tree.leaf_paths(updates)
     leaf_axes = _tree.broadcast_prefix(axes, updates, lambda node: isinstance(node, MatrixAxes), "MatrixAxes")
+    pieces = [
+        split_matrices(leaf, one, path) for leaf, one, path in zip(leaves, leaf_axes, paths, strict=True)
+    ]
+    stacks = iter(_together([stack for piece in pieces for stack in piece], function, scale))
     out = []
-    for leaf, one, path in zip(leaves, leaf_axes, paths, strict=True):
-        stacks = [function(stack) * matrix_scale(scale, *stack.shape[-2:]) for stack in split_matrices(leaf, one, path)]
-        out.append(join_matrices(stacks, one, leaf.shape, path))
+    for leaf, one, path, piece in zip(leaves, leaf_axes, paths, pieces, strict=True):
+        out.append(join_matrices([next(stacks) for _ in piece], one, leaf.shape, path))
     return _tree.unflatten(out, spec)
+
+
+def _together(
+    stacks: Sequence[Tensor], function: Callable[[Tensor], Tensor], rule: ScaleRule
+) -> list[Tensor]:
+    """Apply ``function`` and the scale to stacks [batch, rows, cols], a cacheful of matrices at a time.
+
+    Small stacks of one shape from different leaves go together: one product of several matrices keeps all
+    cores busy where single ones of a few hundred rows do not. Tall ones are laid on their side so that they
+    meet wide ones.
+    """
+    out: list[Tensor | None] = [None] * len(stacks)
+    groups: dict[tuple[int, int, torch.dtype, torch.device], list[int]] = {}
+    for index, stack in enumerate(stacks):
+        rows, cols = stack.shape[-2:]
+        size = stack_size(rows, cols, stack.device)
+        if stack.shape[0] >= size:
+            result = stack.new_empty(stack.shape)
+            factor = matrix_scale(rule, rows, cols)
+            for start in range(0, stack.shape[0], size):
+                result[start : start + size] = function(stack[start : start + size]) * factor
+            out[index] = result
+        else:
+            groups.setdefault((min(rows, cols), max(rows, cols), stack.dtype, stack.device), []).append(index)
+    for (rows, cols, _, device), members in groups.items():
+        size = stack_size(rows, cols, device)
+        batch: list[int] = []
+        for index in members:
+            batch.append(index)
+            if index == members[-1] or sum(stacks[i].shape[0] for i in batch) >= size:
+                wide = [stacks[i] if stacks[i].shape[-1] == cols else stacks[i].mT for i in batch]
+                results = torch.split(function(torch.cat(wide)), [stack.shape[0] for stack in wide])
+                for i, result in zip(batch, results, strict=True):
+                    turned = result if stacks[i].shape[-1] == cols else result.mT
+                    factor = matrix_scale(rule, *stacks[i].shape[-2:])
+                    out[i] = turned if factor == 1.0 else turned * factor
+                batch = []
+    return [result for result in out if result is not None]
 
 
 def _average(

@@ -4,7 +4,7 @@ A tree is what ``torch.utils._pytree`` sees: nested dicts, tuples, lists and Nam
 leaves. ``None`` is a *leaf* there, a :class:`MaskedNode` is a node without leaves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +12,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 Tree: TypeAlias = Any
-TreeSpec: TypeAlias = pytree.TreeSpec
+#: What :func:`unflatten` rebuilds: any tree of the structure.
+TreeSpec: TypeAlias = Any
 
 
 class MaskedNode:
@@ -55,14 +56,95 @@ pytree.register_pytree_node(
 )
 
 
+def leaves_of(tree: Tree) -> list[Any]:
+    """Return the leaves of ``tree`` in order.
+
+    The same as torch's pytree, several times faster for dicts, tuples and lists: an optimizer over a thousand
+    leaves flattens a dozen trees per step, which would cost more than its arithmetic.
+    """
+    out: list[Any] = []
+    _collect(tree, out)
+    return out
+
+
+def _collect(node: Tree, out: list[Any]) -> None:
+    kind = type(node)
+    if kind is dict:
+        for child in node.values():
+            if isinstance(child, Tensor):
+                out.append(child)
+            else:
+                _collect(child, out)
+    elif kind is tuple or kind is list:
+        for child in node:
+            _collect(child, out)
+    elif isinstance(node, Tensor):
+        out.append(node)
+    elif kind is not MaskedNode:
+        out.extend(pytree.tree_leaves(node))
+
+
 def flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
-    """Return the leaves of ``tree`` in order, and its structure."""
-    return pytree.tree_flatten(tree)
+    """Return the leaves of ``tree`` in order, and its structure: the tree itself, for :func:`unflatten`."""
+    return leaves_of(tree), tree
 
 
 def unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Tree:
-    """Inverse of :func:`flatten`."""
-    return pytree.tree_unflatten(leaves, spec)
+    """Inverse of :func:`flatten`: the tree ``spec`` with other leaves.
+
+    Raises:
+        ValueError: another number of leaves than the structure has.
+    """
+    rest = iter(leaves)
+    try:
+        tree = _rebuild(spec, rest)
+    except StopIteration:
+        raise ValueError(f"{len(leaves)} leaves are too few for the tree") from None
+    if next(rest, None) is not None:
+        raise ValueError(f"{len(leaves)} leaves are too many for the tree")
+    return tree
+
+
+def _rebuild(node: Tree, rest: Iterator[Any]) -> Tree:
+    kind = type(node)
+    if kind is dict:
+        out = {}
+        for key, child in node.items():
+            out[key] = next(rest) if isinstance(child, Tensor) else _rebuild(child, rest)
+        return out
+    if kind is tuple:
+        return tuple([_rebuild(child, rest) for child in node])
+    if kind is list:
+        return [_rebuild(child, rest) for child in node]
+    if kind is MaskedNode:
+        return node
+    if isinstance(node, Tensor):
+        return next(rest)
+    spec = pytree.tree_structure(node)
+    return pytree.tree_unflatten([next(rest) for _ in range(spec.num_leaves)], spec)
+
+
+def _same_structure(a: Tree, b: Tree) -> bool:
+    """Return whether two trees have one structure, with dict keys in the same order."""
+    kind = type(a)
+    if kind is dict:
+        if type(b) is not dict or len(a) != len(b):
+            return False
+        for (key, child), (other, twin) in zip(a.items(), b.items(), strict=True):
+            if key != other:
+                return False
+            if not (isinstance(child, Tensor) and isinstance(twin, Tensor)) and not _same_structure(
+                child, twin
+            ):
+                return False
+        return True
+    if kind is tuple or kind is list:
+        if type(b) is not kind or len(a) != len(b):
+            return False
+        return all(_same_structure(child, twin) for child, twin in zip(a, b, strict=True))
+    if isinstance(a, Tensor):
+        return pytree.tree_structure(b).is_leaf()
+    return bool(pytree.tree_structure(a) == pytree.tree_structure(b))
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -88,10 +170,9 @@ def flatten_like(reference: Tree, tree: Tree, name: str, reference_name: str = "
     Raises:
         ValueError: the structures differ; the first path that only one of them has is named.
     """
-    spec = pytree.tree_structure(reference)
-    leaves, own = pytree.tree_flatten(tree)
-    if own == spec:
-        return leaves
+    if _same_structure(reference, tree):
+        return leaves_of(tree)
+    spec, own = pytree.tree_structure(reference), pytree.tree_structure(tree)
     if pytree.tree_structure(_sorted_dicts(tree)) == pytree.tree_structure(_sorted_dicts(reference)):
         # The same dicts with their keys in another order.
         return list(spec.flatten_up_to(tree))
@@ -129,7 +210,7 @@ def check_congruent(
     Raises:
         ValueError: structure, shape or dtype differ; the leaf's path and both values are named.
     """
-    expected = pytree.tree_leaves(reference)
+    expected = leaves_of(reference)
     leaves = flatten_like(reference, tree, name, reference_name)
     for index, (want, have) in enumerate(zip(expected, leaves, strict=True)):
         if not isinstance(have, Tensor):
@@ -141,13 +222,15 @@ def check_congruent(
             raise ValueError(f"{name}: leaf {path!r} has shape {shapes}")
         if dtype and have.dtype != want.dtype:
             path = leaf_paths(reference)[index]
-            raise ValueError(f"{name}: leaf {path!r} has dtype {have.dtype}, {reference_name} have {want.dtype}")
+            raise ValueError(
+                f"{name}: leaf {path!r} has dtype {have.dtype}, {reference_name} have {want.dtype}"
+            )
     return leaves
 
 
 def check_floating(params: Tree, user: str) -> None:
     """Raise ``ValueError`` naming the first leaf of ``params`` that is not a floating-point tensor."""
-    for index, leaf in enumerate(pytree.tree_leaves(params)):
+    for index, leaf in enumerate(leaves_of(params)):
         if not isinstance(leaf, Tensor) or not leaf.dtype.is_floating_point:
             path = leaf_paths(params)[index]
             value = leaf.dtype if isinstance(leaf, Tensor) else repr(leaf)
@@ -188,7 +271,7 @@ def _broadcast(
     if isinstance(tree, MaskedNode):
         return
     if is_prefix_leaf(prefix):
-        out.extend([prefix] * len(pytree.tree_leaves(tree)))
+        out.extend([prefix] * len(leaves_of(tree)))
         return
     children = _children(tree)
     if children is None:
@@ -219,6 +302,6 @@ def scalar_device(params: Tree) -> torch.device:
     Scalars stay on the CPU because a kernel over many leaves takes them by value, and reading a scalar from
     an accelerator would make the host wait for it.
     """
-    leaves = pytree.tree_leaves(params)
+    leaves = leaves_of(params)
     abstract = bool(leaves) and isinstance(leaves[0], Tensor) and leaves[0].is_meta
     return torch.device("meta" if abstract else "cpu")
