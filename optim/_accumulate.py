@@ -42,13 +42,9 @@ def accumulate(inner: GradientTransformation, n: int, *, foreach: bool = True) -
         count = torch.zeros((), dtype=torch.int64, device=_tree.scalar_device(params))
         return AccumulateState(count, zero_moments(params), inner.init(params))
 
-    def update(
-        updates: Tree, state: AccumulateState, params: Tree | None = None, /
-    ) -> tuple[Tree, AccumulateState]:
+    def update(updates: Tree, state: AccumulateState, params: Tree | None = None, /) -> tuple[Tree, AccumulateState]:
         old, spec = _tree.flatten(state.total)
-        grads = _tree.check_congruent(
-            state.total, updates, "accumulate: the gradients", "the sums", dtype=False
-        )
+        grads = _tree.check_congruent(state.total, updates, "accumulate: the gradients", "the sums", dtype=False)
         if params is not None:
             _tree.check_congruent(params, updates, "accumulate: the gradients")
         if foreach:

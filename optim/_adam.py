@@ -61,16 +61,10 @@ def scale_by_adam(
         count = torch.zeros((), dtype=torch.int64, device=_tree.scalar_device(params))
         return ScaleByAdamState(count, zero_moments(params), zero_moments(params))
 
-    def update(
-        updates: Tree, state: ScaleByAdamState, params: Tree | None = None, /
-    ) -> tuple[Tree, ScaleByAdamState]:
+    def update(updates: Tree, state: ScaleByAdamState, params: Tree | None = None, /) -> tuple[Tree, ScaleByAdamState]:
         mu, spec = _tree.flatten(state.mu)
-        nu = _tree.check_congruent(
-            state.mu, state.nu, "scale_by_adam: the second moments", "the first moments"
-        )
-        grads = _tree.check_congruent(
-            state.mu, updates, "scale_by_adam: the gradients", "the moments", dtype=False
-        )
+        nu = _tree.check_congruent(state.mu, state.nu, "scale_by_adam: the second moments", "the first moments")
+        grads = _tree.check_congruent(state.mu, updates, "scale_by_adam: the gradients", "the moments", dtype=False)
         grads = cast(grads, torch.float32)
         count = state.count + 1
         if foreach:
@@ -134,9 +128,7 @@ def adamw(
     return checked(steps, "adamw")
 
 
-def _one_pass(
-    learning_rate: ScalarOrSchedule, b1: float, b2: float, eps: float, weight_decay: float
-) -> UpdateFn:
+def _one_pass(learning_rate: ScalarOrSchedule, b1: float, b2: float, eps: float, weight_decay: float) -> UpdateFn:
     """Return the update of the chain that :func:`adamw` is, on its state, by the fused kernel."""
 
     def update(

@@ -60,13 +60,9 @@ def chain(*transforms: GradientTransformation) -> GradientTransformation:
     def init(params: Tree) -> tuple[Tree, ...]:
         return tuple(transform.init(params) for transform in transforms)
 
-    def update(
-        updates: Tree, state: tuple[Tree, ...], params: Tree | None = None, /
-    ) -> tuple[Tree, tuple[Tree, ...]]:
+    def update(updates: Tree, state: tuple[Tree, ...], params: Tree | None = None, /) -> tuple[Tree, tuple[Tree, ...]]:
         if len(state) != len(transforms):
-            raise ValueError(
-                f"chain of {len(transforms)} transformations got a state of {len(state)} entries"
-            )
+            raise ValueError(f"chain of {len(transforms)} transformations got a state of {len(state)} entries")
         new_state = []
         for transform, inner in zip(transforms, state, strict=True):
             updates, inner = transform.update(updates, inner, params)

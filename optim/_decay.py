@@ -30,9 +30,7 @@ def add_decayed_weights(
 
     def decay(updates: Tree, params: Tree | None) -> Tree:
         if params is None:
-            raise ValueError(
-                "add_decayed_weights: update needs the parameters as its third argument, got None"
-            )
+            raise ValueError("add_decayed_weights: update needs the parameters as its third argument, got None")
         leaves, spec = _tree.flatten(params)
         xs = _tree.check_congruent(params, updates, "add_decayed_weights: the updates", dtype=False)
         if foreach:

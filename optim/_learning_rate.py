@@ -38,9 +38,7 @@ class ScheduledLearningRateState(NamedTuple):
 RateState: TypeAlias = LearningRateState | ScheduledLearningRateState
 
 
-def scale_by_learning_rate(
-    learning_rate: ScalarOrSchedule, *, foreach: bool = True
-) -> GradientTransformation:
+def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, foreach: bool = True) -> GradientTransformation:
     """Multiply updates by minus the learning rate, which lives in the state.
 
     Args:
@@ -61,9 +59,7 @@ def scale_by_learning_rate(
         rate = torch.as_tensor(initial, dtype=torch.float32).detach().to(device, copy=True)
         return LearningRateState(torch.zeros((), dtype=torch.int64, device=device), rate)
 
-    def update(
-        updates: Tree, state: LearningRateState, params: Tree | None = None, /
-    ) -> tuple[Tree, RateState]:
+    def update(updates: Tree, state: LearningRateState, params: Tree | None = None, /) -> tuple[Tree, RateState]:
         rate, new_state = next_rate(initial, state)
         return _descend(updates, rate, foreach), new_state
 

@@ -39,13 +39,9 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, foreach: bool = True) ->
     def init(params: Tree) -> ScaleByLionState:
         return ScaleByLionState(zero_moments(params))
 
-    def update(
-        updates: Tree, state: ScaleByLionState, params: Tree | None = None, /
-    ) -> tuple[Tree, ScaleByLionState]:
+    def update(updates: Tree, state: ScaleByLionState, params: Tree | None = None, /) -> tuple[Tree, ScaleByLionState]:
         mu, spec = _tree.flatten(state.mu)
-        grads = _tree.check_congruent(
-            state.mu, updates, "scale_by_lion: the gradients", "the momenta", dtype=False
-        )
+        grads = _tree.check_congruent(state.mu, updates, "scale_by_lion: the gradients", "the momenta", dtype=False)
         if foreach:
             check_no_transform([*mu, *grads], "scale_by_lion")
         grads = cast(grads, torch.float32)

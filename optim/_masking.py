@@ -77,9 +77,7 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
         for index, label in enumerate(leaves):
             if label not in transforms:
                 path = _tree.leaf_paths(params)[index]
-                raise ValueError(
-                    f"leaf {path!r} has the label {label!r}; transformations are {list(transforms)}"
-                )
+                raise ValueError(f"leaf {path!r} has the label {label!r}; transformations are {list(transforms)}")
         unused = [label for label in transforms if label not in set(leaves)]
         if unused:
             raise ValueError(f"no leaf has the label {unused[0]!r}; labels in use are {sorted(set(leaves))}")
@@ -94,9 +92,7 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
             }
         )
 
-    def update(
-        updates: Tree, state: PartitionState, params: Tree | None = None, /
-    ) -> tuple[Tree, PartitionState]:
+    def update(updates: Tree, state: PartitionState, params: Tree | None = None, /) -> tuple[Tree, PartitionState]:
         if set(state.inner_states) != set(transforms):
             raise ValueError(f"partition of {list(transforms)} got the state of {list(state.inner_states)}")
         reference = updates if params is None else params
@@ -107,9 +103,7 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
         for label, transform in transforms.items():
             keep = [leaf == label for leaf in leaves]
             inner_params = None if params is None else _keep(params, keep)
-            new, inner_states[label] = transform.update(
-                _keep(updates, keep), state.inner_states[label], inner_params
-            )
+            new, inner_states[label] = transform.update(_keep(updates, keep), state.inner_states[label], inner_params)
             parts.append((keep, new))
         return _merge(updates, parts), PartitionState(inner_states)
 
@@ -124,9 +118,7 @@ def _mask_leaves(mask: Tree | Callable[[Tree], Tree], tree: Tree) -> list[bool]:
 def _keep(tree: Tree, keep: list[bool]) -> Tree:
     """Put a :class:`MaskedNode` in place of each leaf that is not kept."""
     leaves, spec = _tree.flatten(tree)
-    return _tree.unflatten(
-        [leaf if kept else MaskedNode() for leaf, kept in zip(leaves, keep, strict=True)], spec
-    )
+    return _tree.unflatten([leaf if kept else MaskedNode() for leaf, kept in zip(leaves, keep, strict=True)], spec)
 
 
 def _merge(tree: Tree, parts: list[tuple[list[bool], Tree]]) -> Tree:

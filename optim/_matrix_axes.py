@@ -50,9 +50,7 @@ class MatrixAxes:
         for name, blocks in (("out_blocks", self.out_blocks), ("in_blocks", self.in_blocks)):
             sizes = (blocks,) if isinstance(blocks, int) else blocks
             if not sizes or any(size < 1 for size in sizes):
-                raise ValueError(
-                    f"{name} must be a positive number of blocks or positive sizes, got {blocks!r}"
-                )
+                raise ValueError(f"{name} must be a positive number of blocks or positive sizes, got {blocks!r}")
 
 
 def check_axes(axes: MatrixAxes, shape: Sequence[int], path: str) -> tuple[int, int]:
@@ -70,9 +68,7 @@ def check_axes(axes: MatrixAxes, shape: Sequence[int], path: str) -> tuple[int, 
             raise ValueError(f"leaf {path!r} of shape {tuple(shape)} has no axis {name}={axis}")
     out, in_ = axes.out % ndim, axes.in_ % ndim
     if out == in_:
-        raise ValueError(
-            f"leaf {path!r}: out={axes.out} and in_={axes.in_} are one axis of shape {tuple(shape)}"
-        )
+        raise ValueError(f"leaf {path!r}: out={axes.out} and in_={axes.in_} are one axis of shape {tuple(shape)}")
     return out, in_
 
 
@@ -95,9 +91,7 @@ def _sizes(blocks: Blocks, length: int, name: str, path: str) -> list[int]:
             raise ValueError(f"leaf {path!r}: {name}={blocks} does not divide the axis of length {length}")
         return [length // blocks] * blocks
     if sum(blocks) != length:
-        raise ValueError(
-            f"leaf {path!r}: {name}={blocks} add up to {sum(blocks)}, the axis has length {length}"
-        )
+        raise ValueError(f"leaf {path!r}: {name}={blocks} add up to {sum(blocks)}, the axis has length {length}")
     return list(blocks)
 
 

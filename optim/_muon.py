@@ -103,9 +103,7 @@ def scale_by_muon(
     whole = functools.partial(
         orthogonalize_whole,
         scale=scale,
-        function=functools.partial(
-            newton_schulz, steps=steps, coefficients=triples, dtype=dtype, method=method
-        ),
+        function=functools.partial(newton_schulz, steps=steps, coefficients=triples, dtype=dtype, method=method),
     )
 
     def axes_tree(params: Tree) -> Tree:
@@ -115,18 +113,14 @@ def scale_by_muon(
     def init(params: Tree) -> ScaleByMuonState:
         leaves, _ = _tree.flatten(params)
         tree = axes_tree(params)
-        for leaf, leaf_axes, path in zip(
-            leaves, _tree.leaves_of(tree), _tree.leaf_paths(params), strict=True
-        ):
+        for leaf, leaf_axes, path in zip(leaves, _tree.leaves_of(tree), _tree.leaf_paths(params), strict=True):
             # Shards need not hold whole blocks: there, only the axes can be checked before the leaf is whole.
             check = check_blocks if orthogonalize is orthogonalize_here else check_axes
             check(leaf_axes, leaf.shape, path)
         count = torch.zeros((), dtype=torch.int64, device=_tree.scalar_device(params))
         return ScaleByMuonState(count, zero_moments(params, momentum_dtype))
 
-    def update(
-        updates: Tree, state: ScaleByMuonState, params: Tree | None = None, /
-    ) -> tuple[Tree, ScaleByMuonState]:
+    def update(updates: Tree, state: ScaleByMuonState, params: Tree | None = None, /) -> tuple[Tree, ScaleByMuonState]:
         old, spec = _tree.flatten(state.mu)
         grads = _tree.check_congruent(state.mu, updates, "muon: the gradients", "the momenta", dtype=False)
         if foreach:
@@ -246,9 +240,7 @@ def orthogonalize_whole(
     leaves, spec = _tree.flatten(updates)
     paths = _tree.leaf_paths(updates)
     leaf_axes = _tree.broadcast_prefix(axes, updates, lambda node: isinstance(node, MatrixAxes), "MatrixAxes")
-    pieces = [
-        split_matrices(leaf, one, path) for leaf, one, path in zip(leaves, leaf_axes, paths, strict=True)
-    ]
+    pieces = [split_matrices(leaf, one, path) for leaf, one, path in zip(leaves, leaf_axes, paths, strict=True)]
     stacks = iter(_together([stack for piece in pieces for stack in piece], function, scale))
     out = []
     for leaf, one, path, piece in zip(leaves, leaf_axes, paths, pieces, strict=True):
@@ -256,9 +248,7 @@ def orthogonalize_whole(
     return _tree.unflatten(out, spec)
 
 
-def _together(
-    stacks: Sequence[Tensor], function: Callable[[Tensor], Tensor], rule: ScaleRule
-) -> list[Tensor]:
+def _together(stacks: Sequence[Tensor], function: Callable[[Tensor], Tensor], rule: ScaleRule) -> list[Tensor]:
     """Apply ``function`` and the scale to stacks [batch, rows, cols], a cacheful of matrices at a time.
 
     Small stacks of one shape from different leaves go together: one product of several matrices keeps all

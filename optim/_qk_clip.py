@@ -126,9 +126,7 @@ def qk_clip(tau: float) -> Callable[[Tree, Tree, Tree], Tree]:
     return clip
 
 
-def _clip_pair(
-    query: Tensor, key: Tensor, maximum: Tensor, num_kv_heads: int, tau: float
-) -> tuple[Tensor, Tensor]:
+def _clip_pair(query: Tensor, key: Tensor, maximum: Tensor, num_kv_heads: int, tau: float) -> tuple[Tensor, Tensor]:
     """Shrink one layer's projections: [..., num_heads * head_dim], [..., num_kv_heads * head_dim]."""
     gamma = torch.where(maximum > tau, tau / maximum, 1.0).float()
     groups = rearrange(gamma, "(kv group) -> kv group", kv=num_kv_heads)
@@ -153,9 +151,7 @@ def _key_heads(query: Tensor, key: Tensor, maximum: Tensor) -> int | None:
     return None if num_heads % num_kv_heads else num_kv_heads
 
 
-def _attends(
-    rows: slice, cols: slice, causal: bool, segment_ids: Tensor | None, device: torch.device
-) -> Tensor | None:
+def _attends(rows: slice, cols: slice, causal: bool, segment_ids: Tensor | None, device: torch.device) -> Tensor | None:
     """Return which pairs of a block attend, broadcastable to [batch, kv, group, rows, cols], or ``None``."""
     keep: Tensor | None = None
     if causal and cols.stop - 1 > rows.start:

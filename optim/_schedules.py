@@ -32,9 +32,7 @@ def constant_schedule(value: float) -> Schedule:
     return schedule
 
 
-def linear_schedule(
-    init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0
-) -> Schedule:
+def linear_schedule(init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0) -> Schedule:
     """Go from ``init_value`` to ``end_value`` in a straight line, and stay there.
 
     Args:
@@ -58,9 +56,7 @@ def linear_schedule(
     return schedule
 
 
-def cosine_decay_schedule(
-    init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0
-) -> Schedule:
+def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0) -> Schedule:
     """Half a cosine from ``init_value`` to ``alpha * init_value`` (Loshchilov and Hutter, arXiv 1608.03983).
 
     Args:
@@ -97,9 +93,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     """
     schedules, boundaries = tuple(schedules), tuple(boundaries)
     if len(schedules) != len(boundaries) + 1:
-        raise ValueError(
-            f"{len(schedules)} schedules need {len(schedules) - 1} boundaries, got {list(boundaries)}"
-        )
+        raise ValueError(f"{len(schedules)} schedules need {len(schedules) - 1} boundaries, got {list(boundaries)}")
     if any(a > b for a, b in itertools.pairwise(boundaries)):
         raise ValueError(f"boundaries must ascend, got {list(boundaries)}")
 
@@ -140,9 +134,7 @@ def warmup_cosine_decay_schedule(
         ValueError: a negative value, or nothing left to decay in.
     """
     if decay_steps <= warmup_steps:
-        raise ValueError(
-            f"decay_steps counts the warm-up: {decay_steps} must be above warmup_steps={warmup_steps}"
-        )
+        raise ValueError(f"decay_steps counts the warm-up: {decay_steps} must be above warmup_steps={warmup_steps}")
     check_rate(end_value, "end_value")
     if not peak_value > 0.0:
         raise ValueError(f"peak_value must be above 0, got {peak_value}")
@@ -190,9 +182,7 @@ def warmup_stable_decay_schedule(
         fall = inverse_sqrt_schedule(peak_value, end_value, decay_steps)
     else:
         raise ValueError(f"tail must be 'linear', 'cosine' or 'inverse_sqrt', got {tail!r}")
-    return join_schedules(
-        [rise, constant_schedule(peak_value), fall], [warmup_steps, warmup_steps + stable_steps]
-    )
+    return join_schedules([rise, constant_schedule(peak_value), fall], [warmup_steps, warmup_steps + stable_steps])
 
 
 def inverse_sqrt_schedule(init_value: float, end_value: float, decay_steps: int) -> Schedule:

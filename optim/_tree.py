@@ -133,9 +133,7 @@ def _same_structure(a: Tree, b: Tree) -> bool:
         for (key, child), (other, twin) in zip(a.items(), b.items(), strict=True):
             if key != other:
                 return False
-            if not (isinstance(child, Tensor) and isinstance(twin, Tensor)) and not _same_structure(
-                child, twin
-            ):
+            if not (isinstance(child, Tensor) and isinstance(twin, Tensor)) and not _same_structure(child, twin):
                 return False
         return True
     if kind is tuple or kind is list:
@@ -222,9 +220,7 @@ def check_congruent(
             raise ValueError(f"{name}: leaf {path!r} has shape {shapes}")
         if dtype and have.dtype != want.dtype:
             path = leaf_paths(reference)[index]
-            raise ValueError(
-                f"{name}: leaf {path!r} has dtype {have.dtype}, {reference_name} have {want.dtype}"
-            )
+            raise ValueError(f"{name}: leaf {path!r} has dtype {have.dtype}, {reference_name} have {want.dtype}")
     return leaves
 
 

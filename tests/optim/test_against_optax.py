@@ -118,9 +118,7 @@ def test_adamw(shapes, nesterov, foreach, decay, eps_root, b1, b2, seed):
     arguments = {"b1": b1, "b2": b2, "eps_root": eps_root, "weight_decay": decay, "nesterov": nesterov}
     # Tensors are float32 on both sides. optax's *scalar* bias correction 1 - b2 ** t loses 1e-5 relative in
     # float32 at b2 = 0.999; with x64 on it is computed as exactly as ours.
-    compare(
-        optim.adamw(0.1, foreach=foreach, **arguments), optax.adamw(0.1, **arguments), shapes, seed, x64=True
-    )
+    compare(optim.adamw(0.1, foreach=foreach, **arguments), optax.adamw(0.1, **arguments), shapes, seed, x64=True)
 
 
 @few(15)
@@ -167,9 +165,7 @@ def test_sgd(shapes, momentum, nesterov, foreach, seed):
     seed=st.integers(0, 99),
 )
 def test_clip_by_global_norm(shapes, foreach, max_norm, scale, seed):
-    clip = optim.clip_by_global_norm(
-        max_norm, lambda tree: optim.global_norm(tree, foreach=foreach), foreach=foreach
-    )
+    clip = optim.clip_by_global_norm(max_norm, lambda tree: optim.global_norm(tree, foreach=foreach), foreach=foreach)
     compare(
         optim.chain(clip, optim.sgd(1.0, foreach=foreach)),
         optax.chain(optax.clip_by_global_norm(max_norm), optax.sgd(1.0)),
@@ -215,9 +211,7 @@ def test_partition_with_shared_schedule_and_mask():
         optax.clip_by_global_norm(1.0),
         optax.partition(
             {
-                "muon": optax.contrib.muon(
-                    their_warm, weight_decay=0.2, muon_weight_dimension_numbers=numbers
-                ),
+                "muon": optax.contrib.muon(their_warm, weight_decay=0.2, muon_weight_dimension_numbers=numbers),
                 "adamw": optax.adamw(0.01, b2=0.95, weight_decay=0.0),
             },
             labels,

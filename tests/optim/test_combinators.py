@@ -88,9 +88,7 @@ def test_key_order_of_gradients_does_not_matter():
     backwards = {"b": PARAMS["b"], "a": {"v": PARAMS["a"]["v"], "w": PARAMS["a"]["w"]}}
     for tx in (optim.adamw(0.1), two({"b": "y", "a": "x"}), optim.accumulate(optim.adamw(0.1), 1)):
         state = tx.init(PARAMS)
-        chex.assert_trees_all_equal(
-            tx.update(backwards, state, PARAMS)[0], tx.update(PARAMS, state, PARAMS)[0]
-        )
+        chex.assert_trees_all_equal(tx.update(backwards, state, PARAMS)[0], tx.update(PARAMS, state, PARAMS)[0])
 
 
 def test_accumulate_does_not_run_the_inner_update_between():

@@ -88,9 +88,7 @@ def test_gram_agrees_with_standard(scheme, shape, decades):
 def test_result_does_not_depend_on_the_scale(method, exponent):
     # Powers of two are exact, so equality is bit for bit. 2 ** -126 is the smallest normal float32.
     x = torch.rand(5, 12, generator=torch.Generator().manual_seed(0)) + 1.0
-    assert torch.equal(
-        optim.newton_schulz(x * 2.0**exponent, method=method), optim.newton_schulz(x, method=method)
-    )
+    assert torch.equal(optim.newton_schulz(x * 2.0**exponent, method=method), optim.newton_schulz(x, method=method))
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
@@ -124,9 +122,7 @@ def test_stacks_larger_than_the_cache_are_cut_without_a_trace(monkeypatch):
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_transpose_commutes(method):
     x = torch.randn(40, 17)
-    torch.testing.assert_close(
-        optim.newton_schulz(x.mT, method=method), optim.newton_schulz(x, method=method).mT
-    )
+    torch.testing.assert_close(optim.newton_schulz(x.mT, method=method), optim.newton_schulz(x, method=method).mT)
 
 
 @pytest.mark.parametrize(("given", "dtype"), [(torch.bfloat16, None), (torch.float16, None)])

@@ -114,9 +114,7 @@ def test_shapes_that_do_not_fit(q, k, logits, message):
 
 def test_trees_that_do_not_fit():
     with pytest.raises(ValueError, match="the logits lack the leaf 'b'"):
-        optim.qk_clip(1.0)(
-            {"a": torch.ones(1, 1), "b": torch.ones(1, 1)}, {"a": torch.ones(1, 1), "b": 0}, {"a": 0}
-        )
+        optim.qk_clip(1.0)({"a": torch.ones(1, 1), "b": torch.ones(1, 1)}, {"a": torch.ones(1, 1), "b": 0}, {"a": 0})
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,7 @@ def test_gradient_through_an_update_is_the_finite_difference():
     assert slope == pytest.approx(difference, rel=2e-2) and abs(slope) > 1e-3
 
 
-@pytest.mark.parametrize(
-    "make", [optim.lion, optim.sgd, lambda rate, **k: optim.sgd(rate, 0.9, **k), optim.adamw]
-)
+@pytest.mark.parametrize("make", [optim.lion, optim.sgd, lambda rate, **k: optim.sgd(rate, 0.9, **k), optim.adamw])
 def test_every_reference_path_is_batchable(make):
     tx = make(0.1, foreach=False)
     stack = {name: torch.stack([leaf, leaf * 2]) for name, leaf in PARAMS.items()}
