@@ -1,6 +1,6 @@
 """Adam's scaling and AdamW (Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, arXiv 1711.05101)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,10 @@ from ._decay import add_decayed_weights
 from ._elementwise import cast, check_no_transform, lerp, number
 from ._learning_rate import RateState, ScalarOrSchedule, next_rate, scale_by_learning_rate
 from ._tree import Tree
+
+
+# Measured on two cores: 69 ms for 1,000 leaves of 65,536 elements, against 84 ms all at once.
+_CACHE_ELEMENTS = 1 << 20
 
 
 class ScaleByAdamState(NamedTuple):
@@ -144,10 +148,8 @@ def _one_pass(learning_rate: ScalarOrSchedule, b1: float, b2: float, eps: float,
         count = adam.count + 1
         out: list[Tensor] = []
         if grads:
-            out, mu, nu = _fused(grads, mu, nu, count, b1, b2, eps, rate=number(rate))
-            if weight_decay:
-                # `out` is fresh: nobody else has seen it yet.
-                torch._foreach_add_(out, cast(leaves, torch.float32), alpha=-number(rate) * weight_decay)
+            decayed = cast(leaves, torch.float32) if weight_decay else None
+            out, mu, nu = _fused(grads, mu, nu, count, b1, b2, eps, number(rate), decayed, weight_decay)
         new = ScaleByAdamState(count, _tree.unflatten(mu, spec), _tree.unflatten(nu, spec))
         return _tree.unflatten(out, spec), (new, empty, rate_state)
 
@@ -174,20 +176,48 @@ def _fused(
     b2: float,
     eps: float,
     rate: float = -1.0,
+    params: list[Tensor] | None = None,
+    weight_decay: float = 0.0,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Torch's fused AdamW kernel on fresh copies: parameters of 0 become minus ``rate`` times it."""
-    # The kernel walks raw memory and does not look at strides, so everything has to be contiguous.
-    grads, mu, nu = _contiguous(grads), _contiguous(mu), _contiguous(nu)
-    mu, nu = list(torch._foreach_clone(mu)), list(torch._foreach_clone(nu))
-    out = [torch.zeros_like(grad) for grad in grads]
+    """Torch's fused AdamW kernel on fresh copies: parameters of 0 become minus ``rate`` times it.
+
+    Some leaves at a time, so that what one kernel has written is still in cache for the next.
+    """
     step = count.to(grads[0].device, torch.float32)
-    # fmt: off
-    torch._fused_adamw_(
-        out, grads, mu, nu, [], [step] * len(out), lr=rate, beta1=b1, beta2=b2, weight_decay=0.0, eps=eps,
-        amsgrad=False, maximize=False,
-    )
-    # fmt: on
-    return out, mu, nu
+    out: list[Tensor] = []
+    new_mu: list[Tensor] = []
+    new_nu: list[Tensor] = []
+    for part in _cachefuls(grads):
+        # The kernel walks raw memory and does not look at strides, so everything has to be contiguous.
+        some = _contiguous(grads[part])
+        some_mu, some_nu = (list(torch._foreach_clone(_contiguous(moments[part]))) for moments in (mu, nu))
+        some_out = [torch.zeros_like(grad) for grad in some]
+        # fmt: off
+        torch._fused_adamw_(
+            some_out, some, some_mu, some_nu, [], [step] * len(some), lr=rate, beta1=b1, beta2=b2, weight_decay=0.0,
+            eps=eps, amsgrad=False, maximize=False,
+        )
+        # fmt: on
+        if params is not None:
+            torch._foreach_add_(some_out, params[part], alpha=-rate * weight_decay)
+        out += some_out
+        new_mu += some_mu
+        new_nu += some_nu
+    return out, new_mu, new_nu
+
+
+def _cachefuls(xs: list[Tensor]) -> Iterator[slice]:
+    """Cut a list into runs of a million elements or one tensor; on a device, where calls cost more, into one."""
+    if xs[0].device.type != "cpu":
+        yield slice(0, len(xs))
+        return
+    start, elements = 0, 0
+    for index, x in enumerate(xs):
+        if elements and elements + x.numel() > _CACHE_ELEMENTS:
+            yield slice(start, index)
+            start, elements = index, 0
+        elements += x.numel()
+    yield slice(start, len(xs))
 
 
 def _contiguous(xs: list[Tensor]) -> list[Tensor]:
