@@ -227,14 +227,14 @@ class MoEConfig:
     @property
     def num_params(self) -> int:
         """Parameters of the whole model."""
-        from functional_moe.parameters import count_parameters
+        from .parameters import count_parameters  # here, because parameters are declared from a config
 
         return count_parameters(self)
 
     @property
     def num_active_params(self) -> int:
         """Parameters one token meets: all of them except the routed experts it does not visit."""
-        from functional_moe.parameters import count_parameters
+        from .parameters import count_parameters  # here, because parameters are declared from a config
 
         return count_parameters(self, active=True)
 

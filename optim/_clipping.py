@@ -28,7 +28,7 @@ def global_norm(tree: Tree, *, foreach: bool = True) -> Tensor:
         check_no_transform(leaves, "global_norm")
         norms: list[Tensor] = list(torch._foreach_norm(cast(leaves, torch.float32)))
     else:
-        norms = [torch.linalg.vector_norm(leaf, dtype=torch.float32) for leaf in leaves]
+        norms = [torch.linalg.vector_norm(leaf) for leaf in cast(leaves, torch.float32)]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 

@@ -35,7 +35,7 @@ class Rules(NamedTuple):
     experts: Mapping[str, MeshAxes]  # for expert stacks
 
 
-_WHOLE = ("vocab", "heads", "kv_heads", "router", "intermediate", "one")
+_WHOLE = ("vocab", "heads", "qkv", "router", "intermediate", "intermediate_gate_up", "one")
 
 
 def default_rules(declared: Tree, mesh: DeviceMesh | Mapping[str, int]) -> Rules:
@@ -69,7 +69,11 @@ def default_rules(declared: Tree, mesh: DeviceMesh | Mapping[str, int]) -> Rules
             num_experts = leaf.shape[leaf.axes.index("experts")]
             _check_experts(path, num_experts, ("ep",), sizes)
             whole = num_experts % (sizes["fsdp"] * sizes["ep"]) == 0
-            inner: dict[str, MeshAxes] = {"hidden": () if whole else ("fsdp",), "expert_intermediate": ()}
+            inner: dict[str, MeshAxes] = {
+                "hidden": () if whole else ("fsdp",),
+                "expert_intermediate": (),
+                "expert_intermediate_gate_up": (),
+            }
             known["experts"] = {"experts": both if whole else ("ep",), **inner}
         for axis in leaf.axes:
             if axis not in known[kind]:

@@ -170,7 +170,7 @@ def test_info_prints_the_published_totals(capsys: pytest.CaptureFixture[str]) ->
     assert "951.87 billion" in printed
     assert "32.84 billion" in printed
     assert "inferred, not published" in printed
-    assert "384 experts x 6144 hidden x 1792 expert_intermediate" in printed
+    assert "384 experts x 1792 expert_intermediate x 6144 hidden" in printed
 
 
 def test_the_default_folder_is_the_next_free_one(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,11 +226,11 @@ def test_bad_settings_are_named(
     def message(*arguments: object) -> str:
         return fails(capsys, monkeypatch, "train", "--data", text, "--out", tmp_path / "run", *arguments)
 
-    assert "num_experts_per_tok = 9" in message("--model.num-experts-per-tok", 9)
+    assert "num_experts_per_tok = 17" in message("--model.num-experts-per-tok", 17)
     assert "topk_group = 3" in message("--model.n-group", 2, "--model.topk-group", 3)
-    grouped = ("--model.n-group", 8, "--model.topk-group", 1)
+    grouped = ("--model.n-group", 16, "--model.topk-group", 1)
     assert "num_experts_per_tok = 2" in message(*grouped)
-    assert "num_key_value_heads = 2" in message("--model.num-key-value-heads", 2)
+    assert "num_key_value_heads = 3" in message("--model.num-key-value-heads", 3)
     assert "partial_rotary_factor" in message("--model.head-dim", 7)
     assert "norm_topk_prob" in message("--model.num-experts-per-tok", 1)
     assert "--accumulate 3" in message("--accumulate", 3)

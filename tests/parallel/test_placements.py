@@ -44,7 +44,7 @@ def test_whole_experts_lie_on_both_axes_when_they_divide():
     placed = named_leaves(parallel.placements(declare(config(8)), PLAN))
     assert placed["layers.1.experts.gate"] == placed["layers.1.experts.down"] == (Shard(0), Shard(0))
     assert placed["embedding"] == (Shard(1), Shard(1))
-    assert placed["layers.0.attention.q"] == placed["layers.0.attention_norm"] == (Shard(0), Shard(0))
+    assert placed["layers.0.attention.qkv"] == placed["layers.0.attention_norm"] == (Shard(0), Shard(0))
     assert placed["layers.0.attention.q_norm"] == (Shard(0), Shard(0))
     assert placed["layers.0.attention.q_bias"] == (Replicate(), Replicate())
 
@@ -83,7 +83,7 @@ def test_rules_can_be_changed():
     placed = named_leaves(parallel.placements(declared, PLAN, rules))
     assert placed["embedding"] == (Shard(0), Replicate())
     assert placed["head"] == (Shard(1), Replicate())
-    assert placed["layers.0.attention.q"] == (Replicate(), Replicate())
+    assert placed["layers.0.attention.qkv"] == (Replicate(), Replicate())
 
 
 @pytest.mark.parametrize(
