@@ -52,11 +52,11 @@ def rotary_tables(positions: Tensor, config: MoEConfig, dtype: torch.dtype) -> t
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def make_positions(batch: int, seq: int, segment_ids: Tensor | None, config: MoEConfig, like: Tensor) -> Positions:
+def make_positions(seq: int, segment_ids: Tensor | None, config: MoEConfig, like: Tensor) -> Positions:
     """Positions and mask of a batch.
 
     Args:
-      batch, seq: its shape.
+      seq: its length.
       segment_ids: int ``[batch, seq]``, one number per packed document; equal neighbours belong together,
         positions restart where the number changes, and no token sees another document. ``None``: each row is one
         document.
@@ -141,13 +141,15 @@ def attend(projected: Projected, mask: Tensor | None, kernels: Kernels = "fused"
     Args:
       projected: queries ``[batch, heads, queries, head_dim]``; keys and values ``[batch, kv_heads, keys, head_dim]``,
         each shared by ``heads / kv_heads`` neighbouring query heads (arXiv 2305.13245).
-      mask: ``[batch, 1, queries, keys]``, True where a query may look; ``None``: causal.
+      mask: ``[batch, 1, queries, keys]``, True where a query may look; ``None``: causal, for as many queries as keys.
       kernels: ``"reference"`` writes the scores out, and has every transform's rule.
 
     Returns:
       ``[batch, queries, heads * head_dim]``.
     """
     q, k, v = projected
+    if mask is None and q.shape[2] != k.shape[2]:
+        raise ValueError(f"{q.shape[2]} queries on {k.shape[2]} keys: say with a mask which of them are seen")
     if kernels == "fused":
         out = F.scaled_dot_product_attention(
             first_order_reverse(q),

@@ -194,6 +194,10 @@ class MoEConfig:
             self._fail("shared_expert_intermediate_size", "must be at least 1")
         if self.shared_expert_gate and not self.num_shared_experts:
             self._fail("shared_expert_gate", "there is no shared expert to gate (num_shared_experts = 0)")
+        if self.shared_expert_intermediate_size is not None and not self.num_shared_experts:
+            self._fail("shared_expert_intermediate_size", "there is no shared expert (num_shared_experts = 0)")
+        if self.balance_centred and not self.balance_update_rate:
+            self._fail("balance_centred", "the selection bias never moves (balance_update_rate = 0)")
 
     @property
     def dtype(self) -> torch.dtype:

@@ -139,6 +139,16 @@ def _padded_blocks(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """``x[rows of e] @ weight[e]`` for each expert e, in one grouped product.
+
+    ``torch.nn.functional.grouped_mm`` where it applies (fp32, bf16, fp16, rows at 16-byte boundaries), else a padded
+    batched product, whose memory is that of the fullest expert times their number.
+
+    Args:
+      x: ``[rows, in]``, sorted by expert.
+      weight: ``[experts, in, out]``.
+      offsets: int32 ``[experts]``, where each expert's rows end; the last one is ``rows``.
+    """
     if _grouped_mm_takes(x, weight):
         return F.grouped_mm(x, weight, offs=offsets)
     blocks, position = _padded_blocks(x, offsets)
@@ -146,69 +156,12 @@ def _matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _outer(x: Tensor, z: Tensor, offsets: Tensor) -> Tensor:
+    """``x[rows of e].T @ z[rows of e]`` for each expert e; exactly zero for one without rows."""
     if _grouped_mm_takes(x, z):
         return F.grouped_mm(x.t(), z, offs=offsets)
     x_blocks, _ = _padded_blocks(x, offsets)
     z_blocks, _ = _padded_blocks(z, offsets)
     return torch.bmm(x_blocks.transpose(1, 2), z_blocks)
-
-
-class _GroupedMatmul(ReverseModeFunction):
-    """``y[row] = x[row] @ weight[expert of row]``."""
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return _matmul(x, weight, offsets)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, offsets = ctx.saved_tensors
-        grad = grad.contiguous()
-        return (
-            _GroupedMatmul.apply(grad, weight.transpose(-1, -2), offsets),
-            _GroupedOuter.apply(x, grad, offsets),
-            None,
-        )
-
-
-class _GroupedOuter(ReverseModeFunction):
-    """``y[expert] = x[its rows].T @ z[its rows]``; exactly zero for an expert without rows."""
-
-    @staticmethod
-    def forward(x: Tensor, z: Tensor, offsets: Tensor) -> Tensor:
-        return _outer(x, z, offsets)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, z, offsets = ctx.saved_tensors
-        grad = grad.contiguous()
-        return (
-            _GroupedMatmul.apply(z, grad.transpose(-1, -2), offsets),
-            _GroupedMatmul.apply(x, grad, offsets),
-            None,
-        )
-
-
-def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """``x[rows of e] @ weight[e]`` for each expert e, in one grouped product.
-
-    ``torch.nn.functional.grouped_mm`` where it applies (fp32, bf16, fp16, rows at 16-byte boundaries), else a padded
-    batched product. Reverse mode, to any order.
-
-    Args:
-      x: ``[rows, in]``, sorted by expert.
-      weight: ``[experts, in, out]``.
-      offsets: int32 ``[experts]``, where each expert's rows end; the last one is ``rows``.
-    """
-    return _GroupedMatmul.apply(x, weight, offsets)  # type: ignore[no-any-return]
 
 
 def _swiglu(gate_up: Tensor) -> tuple[Tensor]:

@@ -155,7 +155,7 @@ def forward(
     tokens = batch["tokens"]
     valid = valid_tokens(batch)
     x = embed(params, tokens, config)
-    positions = make_positions(tokens.shape[0], tokens.shape[1], batch.get("segment_ids"), config, x)
+    positions = make_positions(tokens.shape[1], batch.get("segment_ids"), config, x)
     stats = []
     for index, layer in enumerate(params["layers"]):
         x = attention_half(layer, x, positions, config, kernels)

@@ -186,12 +186,10 @@ def init(config: MoEConfig, seed: int, device: torch.device | str = "cpu") -> Pa
         name = leaf_path(path)
         if leaf.axes[0] != "experts":
             return _normal(seed, name, leaf.shape, leaf.initializer.std, leaf.dtype).to(device)
-        return torch.stack(
-            [
-                _normal(seed, f"{name}[{expert}]", leaf.shape[1:], leaf.initializer.std, leaf.dtype).to(device)
-                for expert in range(leaf.shape[0])
-            ]
-        )
+        stack = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+        for expert, matrix in enumerate(stack):
+            matrix.copy_(_normal(seed, f"{name}[{expert}]", leaf.shape[1:], leaf.initializer.std, leaf.dtype))
+        return stack
 
     tree = pytree.tree_map_with_path(draw, declare(config), is_leaf=lambda node: isinstance(node, Leaf))
     return tree  # type: ignore[no-any-return]

@@ -90,8 +90,8 @@ def make_train_step(
         of rows that ``accumulate`` does not divide, from the step.
       NotImplementedError: from the step, inside a transform with ``kernels="fused"``.
     """
-    if accumulate < 1:
-        raise ValueError(f"accumulate = {accumulate}: must be at least 1")
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise ValueError(f"accumulate = {accumulate!r}: must be an integer of at least 1")
     check_kernels(kernels)
     differentiate = value_and_grad_once if kernels == "fused" else value_and_grad
 

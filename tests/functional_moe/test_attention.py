@@ -35,7 +35,7 @@ def test_rotary_tables_are_exact_at_long_positions(make_config):
 def test_tables_are_fp32_or_better_whatever_the_compute_dtype(make_config, compute_dtype):
     config = make_config(compute_dtype=compute_dtype, max_position_embeddings=9000)
     like = torch.zeros(1, dtype=config.dtype)
-    positions = make_positions(1, 8192, None, config, like)
+    positions = make_positions(8192, None, config, like)
     exact, _ = rotary_tables(torch.arange(8192)[None], config, torch.float64)
     assert positions.cos.dtype == torch.promote_types(torch.float32, config.dtype)
     assert float((positions.cos.double() - exact).abs().max()) < 1e-6
@@ -90,7 +90,7 @@ def test_positions_restart_and_the_mask_is_causal_within_documents(make_config, 
             last = number
         rows.append(ids)
     segment_ids = torch.tensor([[number for number, _ in ids] for ids in rows])
-    positions = make_positions(len(rows), seq, segment_ids, config, torch.zeros(1, dtype=torch.float64))
+    positions = make_positions(seq, segment_ids, config, torch.zeros(1, dtype=torch.float64))
     for row, ids in enumerate(rows):
         expected = torch.tensor([i - start for i, (_, start) in enumerate(ids)])
         cos, sin = rotary_tables(expected, config, torch.float64)
@@ -142,7 +142,7 @@ def test_projection_norms_before_it_rotates_and_leaves_values_alone(make_config,
     config = make_config(compute_dtype="float64")
     params = make_params(config)["layers"][0]["attention"]
     x = random(1, 3, 10)
-    positions = make_positions(1, 3, None, config, x)
+    positions = make_positions(3, None, config, x)
     q, k, v = project(params, x, positions.cos, positions.sin, config)
     _, k_weight, v_weight = params["qkv"].split([4 * 6, 2 * 6, 2 * 6], dim=-1)
     _, k_bias, v_bias = params["qkv_bias"].split([4 * 6, 2 * 6, 2 * 6])

@@ -42,7 +42,7 @@ PLAN = {"fsdp": 2, "ep": 2}
 
 def test_whole_experts_lie_on_both_axes_when_they_divide():
     placed = named_leaves(parallel.placements(declare(config(8)), PLAN))
-    assert placed["layers.1.experts.gate"] == placed["layers.1.experts.down"] == (Shard(0), Shard(0))
+    assert placed["layers.1.experts.gate_up"] == placed["layers.1.experts.down"] == (Shard(0), Shard(0))
     assert placed["embedding"] == (Shard(1), Shard(1))
     assert placed["layers.0.attention.qkv"] == placed["layers.0.attention_norm"] == (Shard(0), Shard(0))
     assert placed["layers.0.attention.q_norm"] == (Shard(0), Shard(0))
@@ -51,7 +51,7 @@ def test_whole_experts_lie_on_both_axes_when_they_divide():
 
 def test_otherwise_ep_splits_the_experts_and_fsdp_their_inner_axis():
     placed = named_leaves(parallel.placements(declare(config(6)), PLAN))
-    assert placed["layers.1.experts.gate"] == (Shard(1), Shard(0))
+    assert placed["layers.1.experts.gate_up"] == (Shard(1), Shard(0))
     assert placed["layers.1.experts.down"] == (Shard(2), Shard(0))
 
 
@@ -121,7 +121,7 @@ def test_an_unknown_logical_axis_has_no_default():
 
 def test_experts_of_the_952b_run_are_whole():
     placed = named_leaves(parallel.placements(declare(config(384)), {"fsdp": 32, "ep": 12}))
-    slices = parallel.local_slices((384, 10, 7), placed["layers.1.experts.gate"], {"fsdp": 32, "ep": 12}, (31, 11))
+    slices = parallel.local_slices((384, 10, 7), placed["layers.1.experts.gate_up"], {"fsdp": 32, "ep": 12}, (31, 11))
     assert slices == (slice(383, 384), slice(0, 10), slice(0, 7))
 
 

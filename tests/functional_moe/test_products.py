@@ -1,0 +1,60 @@
+"""Products by the faster kernel: the same numbers, and a derivative of any order."""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from functional_moe import products
+from functional_moe.products import matmul, product
+
+sizes = st.integers(0, 9)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@given(sizes, sizes, sizes, st.booleans(), st.booleans())
+@example(97, 83, 89, False, False)  # large enough for oneDNN
+@example(97, 83, 89, True, False)
+@example(97, 83, 89, False, True)
+@example(97, 83, 89, True, True)
+def test_a_product_is_a_product_whatever_the_strides(n: int, k: int, m: int, turn_x: bool, turn_y: bool) -> None:
+    x = random(k, n).t() if turn_x else random(n, k)
+    y = random(m, k, seed=1).t() if turn_y else random(k, m, seed=1)
+    # fp32 sums of up to 83 products of size 1, in another order
+    torch.testing.assert_close(product(x, y), (x.double() @ y.double()).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_faster_kernel_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the test above could have tested torch's product against itself."""
+    calls = []
+    real = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *a: calls.append(a) or real(*a))
+    product(random(97, 83), random(83, 89))
+    assert len(calls) == 1
+    product(random(97, 83, dtype=torch.float64), random(83, 89, dtype=torch.float64))
+    assert len(calls) == 1
+
+
+def test_matmul_differentiates_to_second_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = random(2, 3, 4, dtype=torch.float64), random(4, 5, seed=1, dtype=torch.float64)
+    for argument in (x, weight):
+        argument.requires_grad_()
+    assert torch.autograd.gradcheck(matmul, (x, weight))
+    assert torch.autograd.gradgradcheck(matmul, (x, weight))
+
+
+def test_gradients_through_the_faster_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_SMALL", 0)
+    x, weight, cotangent = random(3, 7, 6), random(6, 5, seed=1), random(3, 7, 5, seed=2)
+    ours = torch.func.vjp(matmul, x, weight)[1](cotangent)
+    reference = torch.func.vjp(lambda a, b: matmul(a, b, "reference"), x, weight)[1](cotangent)
+    for gradient, expected in zip(ours, reference, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_rounded_only_where_shapes_are_prepared() -> None:
+    assert products.rows_per_shape(random(3, 4)) > 1
+    assert products.rows_per_shape(random(3, 4, dtype=torch.float64)) == 1
