@@ -46,7 +46,7 @@ def test_whole_experts_lie_on_both_axes_when_they_divide():
     assert placed["embedding"] == (Shard(1), Shard(1))
     assert placed["layers.0.attention.qkv"] == placed["layers.0.attention_norm"] == (Shard(0), Shard(0))
     assert placed["layers.0.attention.q_norm"] == (Shard(0), Shard(0))
-    assert placed["layers.0.attention.q_bias"] == (Replicate(), Replicate())
+    assert placed["layers.0.attention.qkv_bias"] == (Replicate(), Replicate())
 
 
 def test_otherwise_ep_splits_the_experts_and_fsdp_their_inner_axis():
@@ -66,7 +66,7 @@ def test_the_default_has_a_place_for_every_leaf_or_refuses_the_experts(fsdp, ep,
     declared = declare(config(num_experts))
     mesh = {"fsdp": fsdp, "ep": ep}
     if num_experts % ep:
-        words = rf"'layers\.1\.experts\.gate': num_experts = {num_experts} is not a multiple of ep {ep}"
+        words = rf"'layers\.1\.experts\.gate_up': num_experts = {num_experts} is not a multiple of ep {ep}"
         with pytest.raises(ValueError, match=words):
             parallel.placements(declared, mesh)
         return
