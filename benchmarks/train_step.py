@@ -101,7 +101,7 @@ def fastest_peer(config: MoEConfig, tokens: torch.Tensor) -> tuple[str, Callable
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()

@@ -49,9 +49,9 @@ class TrainSettings:
     """What to minimise with."""
     data: Annotated[DataSettings, tyro.conf.arg(name="")] = dataclasses.field(default_factory=DataSettings)
     """What to learn from."""
-    steps: int = 400
+    steps: int = 300
     """Optimizer steps of the whole run; the schedule spans them."""
-    batch_size: int = 16
+    batch_size: int = 32
     """Sequences per step."""
     seq_len: int = 256
     """Tokens per sequence."""

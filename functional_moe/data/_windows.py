@@ -1,10 +1,12 @@
 """Windows of a corpus as batches: a pure function of seed, step, rank and world size.
 
-The training stream is the endless chain of epochs. Epoch ``e`` holds every document once, in the order that
+The stream is the endless chain of epochs. Epoch ``e`` holds every document once, in the order that
 (seed, e) names. Window ``w`` is stream positions ``[w * seq_len, (w + 1) * seq_len]``: neighbours share one
 token, which is target in one and input in the other, so every token is predicted once and nothing is dropped;
-the window at the end of an epoch runs on into the next. The stream depends neither on ranks nor on batches: a
-run that continues with other ones at the same window sees the same samples in the same order.
+the window at the end of an epoch runs on into the next. A run takes the windows in an order that is shuffled
+within stretches as long as an epoch, because neighbours are mostly of one document and a batch of them would be
+a poor sample of the corpus. The order depends neither on ranks nor on batches: a run that continues with other
+ones at the same row sees the same samples in the same order.
 
 Where a position lies in the shuffled order follows from the sums of the lengths before it. Only sparse sums
 are kept: one for each block of documents, and at most ``_MAX_BLOCKS`` whatever the size of the corpus. The
@@ -22,8 +24,8 @@ from ._corpus import Corpus
 from ._errors import DataError
 from ._permutation import permute
 
-# A block is read for every batch, so it should be short; its sum is held in memory, so there should be few.
-_MIN_BLOCK_DOCUMENTS = 1 << 12
+# A block is read for every row, so it should be short; its sum is held in memory, so there should be few.
+_MIN_BLOCK_DOCUMENTS = 1 << 10
 _MAX_BLOCKS = 1 << 16
 # Epochs whose block sums are remembered: a batch touches two as a rule, a run goes forward.
 _REMEMBERED_EPOCHS = 4
@@ -41,7 +43,7 @@ def batch_at(
 ) -> dict[str, torch.Tensor]:
     """The batch of one rank at one step.
 
-    Global rows ``[step * batch_size, (step + 1) * batch_size)`` of the stream; the ranks take equal
+    Global rows ``[step * batch_size, (step + 1) * batch_size)`` of the run; the ranks take equal
     contiguous parts.
 
     Args:
@@ -73,7 +75,23 @@ def batch_at(
         raise DataError(f"step {step} is negative; steps count from 0")
     rows = batch_size // world_size
     first_row = step * batch_size + rank * rows
-    return _batch(corpus, first_row * seq_len, rows, seq_len, seed)
+    windows = _window_numbers(corpus, np.arange(first_row, first_row + rows), seq_len, seed)
+    return _stack([_batch(corpus, int(window) * seq_len, 1, seq_len, seed) for window in windows])
+
+
+def _stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+def _window_numbers(corpus: Corpus, rows: NDArray[np.int64], seq_len: int, seed: int) -> NDArray[np.int64]:
+    """The window of the stream that each row of the run is; ``rows`` and the result are int64 [rows]."""
+    stretch = max(1, corpus.num_tokens // seq_len)
+    numbers, slots = np.divmod(rows, stretch)
+    windows = [
+        number * stretch + permute(slots[numbers == number], stretch, (seed, int(number), seq_len))
+        for number in np.unique(numbers)
+    ]
+    return np.concatenate(windows)
 
 
 def windows_for_eval(
@@ -105,8 +123,9 @@ def windows_for_eval(
 
     def batches() -> Iterator[dict[str, torch.Tensor]]:
         for first in range(0, count, batch_size):
-            rows = [_batch(corpus, window * seq_len, 1, seq_len, None) for window in chosen[first : first + batch_size]]
-            yield {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+            yield _stack(
+                [_batch(corpus, window * seq_len, 1, seq_len, None) for window in chosen[first : first + batch_size]]
+            )
 
     return batches()
 

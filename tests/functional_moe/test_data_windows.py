@@ -52,11 +52,18 @@ def documents_in(corpus: Corpus) -> list[tuple[int, ...]]:
     ]
 
 
+def in_stream_order(corpus: Corpus, count: int, seq_len: int, seed: int) -> dict[str, torch.Tensor]:
+    """The first ``count`` or more windows as a batch, put back from the order of the run into that of the stream."""
+    stretch = max(1, corpus.num_tokens // seq_len)
+    rows = -(-count // stretch) * stretch
+    batch = batch_at(corpus, 0, batch_size=rows, seq_len=seq_len, seed=seed)
+    order = windows._window_numbers(corpus, np.arange(rows), seq_len, seed).argsort()
+    return {name: value[order] for name, value in batch.items()}
+
+
 def stream_of(corpus: Corpus, count: int, seq_len: int, seed: int) -> list[int]:
     """The first ``count`` or more input tokens of the stream."""
-    steps = -(-count // seq_len)
-    rows = [batch_at(corpus, step, batch_size=1, seq_len=seq_len, seed=seed)["tokens"] for step in range(steps)]
-    return torch.cat(rows).flatten().tolist()
+    return in_stream_order(corpus, -(-count // seq_len), seq_len, seed)["tokens"].flatten().tolist()
 
 
 def documents_of_epoch(corpus: Corpus, epoch: int, seed: int) -> list[tuple[int, ...]]:
@@ -85,12 +92,26 @@ def test_epochs_and_seeds_have_different_orders() -> None:
 @given(corpus=corpora(), rows=st.integers(1, 5), data=st.data())
 def test_windows_tile_the_stream(corpus: Corpus, rows: int, data: st.DataObject) -> None:
     seq_len = data.draw(st.integers(1, corpus.num_tokens - 1))
-    first = batch_at(corpus, 0, batch_size=rows, seq_len=seq_len, seed=3)
-    second = batch_at(corpus, 1, batch_size=rows, seq_len=seq_len, seed=3)
-    tokens = torch.cat([first["tokens"], second["tokens"]]).flatten()
-    targets = torch.cat([first["targets"], second["targets"]]).flatten()
+    batch = in_stream_order(corpus, rows, seq_len, seed=3)
+    tokens, targets = batch["tokens"].flatten(), batch["targets"].flatten()
     assert torch.equal(tokens[1:], targets[:-1])
     assert tokens[0] == SEPARATOR
+
+
+@QUICK
+@given(corpus=corpora(), seq_len=st.integers(1, 9), seed=st.integers(0, 2**40), stretches=st.integers(1, 3))
+def test_a_run_takes_every_window_of_a_stretch_once(corpus: Corpus, seq_len: int, seed: int, stretches: int) -> None:
+    stretch = max(1, corpus.num_tokens // seq_len)
+    numbers = windows._window_numbers(corpus, np.arange(stretches * stretch), seq_len, seed).reshape(stretches, -1)
+    assert np.array_equal(np.sort(numbers), np.arange(stretches * stretch).reshape(stretches, -1))
+
+
+def test_neighbouring_rows_are_not_neighbouring_windows() -> None:
+    corpus = corpus_of(distinct_documents([9] * 300))
+    numbers = windows._window_numbers(corpus, np.arange(400), 8, 0)
+    # of 400 steps in a uniform shuffle one is expected to be to the next window
+    assert (np.diff(numbers) == 1).sum() < 8
+    assert not np.array_equal(numbers, windows._window_numbers(corpus, np.arange(400), 8, 1))
 
 
 @QUICK
@@ -148,7 +169,7 @@ def test_dtypes_and_shapes() -> None:
 def test_the_window_at_the_end_of_an_epoch_runs_on_into_the_next() -> None:
     # 4 tokens an epoch, windows of 3 and the next: every alignment occurs.
     corpus = corpus_of([[1, 2, 3]])
-    batch = batch_at(corpus, 0, batch_size=4, seq_len=3, seed=0)
+    batch = in_stream_order(corpus, 4, seq_len=3, seed=0)
     assert batch["tokens"].tolist() == [[256, 1, 2], [3, 256, 1], [2, 3, 256], [1, 2, 3]]
     assert batch["targets"].tolist() == [[1, 2, 3], [256, 1, 2], [3, 256, 1], [2, 3, 256]]
     assert batch["segment_ids"].tolist() == [[1, 1, 1], [1, 2, 2], [1, 1, 2], [1, 1, 1]]
