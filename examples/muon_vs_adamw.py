@@ -17,7 +17,7 @@ from functional_moe.optimizers import OptimizerSettings, make_optimizer
 
 BATCH_SIZE, SEQ_LEN = 16, 256
 SHARE = 0.7
-RATES = {"adamw": (5e-4, 1e-3, 2e-3), "muon": (0.01, 0.02, 0.04)}
+RATES = {"adamw": (5e-4, 1e-3, 2e-3), "muon": (0.005, 0.01, 0.02)}
 Curve = list[tuple[int, float]]
 
 
@@ -40,8 +40,7 @@ def best(name: str, steps: int, data: Data) -> tuple[float, Curve]:
     """The learning rate with the lowest final loss, and its curve."""
     curves = {}
     for rate in RATES[name]:
-        field = "learning_rate" if name == "muon" else "adamw_learning_rate"
-        settings = dataclasses.replace(OptimizerSettings(name=name), **{field: rate})
+        settings = dataclasses.replace(OptimizerSettings(name=name), **{f"{name}_learning_rate": rate})
         curves[rate] = held_out_curve(settings, steps, data, evaluate_every=max(1, steps // 7))
         print(f"{name:5s} rate {rate:<6g} {steps} steps: held-out {curves[rate][-1][1]:.4f}", flush=True)
     rate = min(curves, key=lambda rate: curves[rate][-1][1])

@@ -30,9 +30,10 @@ from .state_file import StateError
 
 def _train_defaults(arguments: Sequence[str]) -> TrainSettings:
     """What the flags of ``train`` change: the settings of the run that is resumed, or the preset's."""
+    # Only what decides the defaults is looked for; what is missing or wrong is left to the real parser.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--preset", default="tiny", nargs="?", const="tiny")
+    parser.add_argument("--out", type=Path, nargs="?")
     parser.add_argument("--resume", action="store_true")
     given, _ = parser.parse_known_args(arguments)
     if given.resume and given.out is not None:

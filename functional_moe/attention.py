@@ -52,6 +52,17 @@ def rotary_tables(positions: Tensor, config: MoEConfig, dtype: torch.dtype) -> t
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def document_starts(segment_ids: Tensor) -> Tensor:
+    """Where each token's document begins: int64 [batch, seq].
+
+    Documents are runs of one number: two that happen to carry the same one (1, 2, 1) have different starts.
+    """
+    first = torch.ones_like(segment_ids[:, :1], dtype=torch.bool)
+    is_start = torch.cat([first, segment_ids[:, 1:] != segment_ids[:, :-1]], dim=1)
+    index = torch.arange(segment_ids.shape[1], device=segment_ids.device)
+    return torch.cummax(torch.where(is_start, index, 0), dim=1).values
+
+
 def make_positions(seq: int, segment_ids: Tensor | None, config: MoEConfig, like: Tensor) -> Positions:
     """Positions and mask of a batch.
 
@@ -68,13 +79,8 @@ def make_positions(seq: int, segment_ids: Tensor | None, config: MoEConfig, like
     if segment_ids is None:
         cos, sin = rotary_tables(index[None], config, dtype)
         return Positions(cos, sin, None)
-    starts = torch.cat(
-        [torch.ones_like(segment_ids[:, :1], dtype=torch.bool), segment_ids[:, 1:] != segment_ids[:, :-1]], dim=1
-    )
-    start_of = torch.cummax(torch.where(starts, index, 0), dim=1).values
+    start_of = document_starts(segment_ids)
     cos, sin = rotary_tables(index - start_of, config, dtype)
-    # Documents are contiguous, so "same document" is "same start"; two documents that happen to carry one number
-    # (1, 2, 1) stay apart.
     same = start_of[:, :, None] == start_of[:, None, :]
     causal = index[:, None] >= index[None, :]
     return Positions(cos, sin, (same & causal)[:, None])

@@ -10,7 +10,7 @@ from .data import Corpus, DataError
 
 # The counts are vocabulary x vocabulary: 128 MiB at this size, and few pairs of a larger one are seen often
 # enough.
-_MAX_VOCABULARY = 4096
+MAX_VOCABULARY = 4096
 _TOKENS_AT_ONCE = 1 << 20
 # Candidates for the smoothing constant: from almost none to far more than one count for each pair.
 _ALPHAS = np.logspace(-5, 1, 61)
@@ -62,10 +62,10 @@ def fit_bigram(corpus: Corpus) -> Bigram:
         Leave-one-out smoothing: Ney, Essen and Kneser, *On the Estimation of 'Small' Probabilities by
         Leaving-One-Out*, IEEE PAMI 1995.
     """
-    if corpus.vocab_size > _MAX_VOCABULARY:
+    if corpus.vocab_size > MAX_VOCABULARY:
         raise DataError(
             f"a bigram baseline needs vocab_size**2 counts and vocab_size is {corpus.vocab_size}; "
-            f"it is offered up to {_MAX_VOCABULARY}, leave it out"
+            f"it is offered up to {MAX_VOCABULARY}, leave it out"
         )
     counts = _count_pairs(corpus)
     alpha = _leave_one_out_alpha(counts)

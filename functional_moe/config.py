@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -241,10 +241,6 @@ class MoEConfig:
         from .parameters import count_parameters  # here, because parameters are declared from a config
 
         return count_parameters(self, active=True)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values by field name, for JSON."""
-        return dataclasses.asdict(self)
 
 
 PRESETS: Mapping[str, MoEConfig] = {

@@ -315,7 +315,8 @@ def routed_experts(params: Params, x: Tensor, experts: Tensor, weights: Tensor, 
         dense = torch.zeros(x.shape[0], gate_up.shape[0], dtype=weights.dtype, device=x.device)
         dense = dense.scatter(1, experts, weights).to(x.dtype)
         hidden = swiglu(einsum(x, gate_up, "n i, e i w -> e n w"), kernels) * dense.t()[..., None]
-        return torch.einsum("enw,ewo->no", hidden, down)
+        out: Tensor = einsum(hidden, down, "e n w, e w o -> n o")
+        return out
     dispatch = plan_dispatch(experts, gate_up.shape[0])
     # down is linear, so the weight may come before it: then the backward needs no expert output, which is the
     # wider tensor, and the weight's gradient is taken over the narrower one.

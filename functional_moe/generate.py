@@ -46,7 +46,7 @@ def next_logits(params: Params, balance: Tensor, tokens: Tensor, cache: Cache, p
       config: the model.
 
     Returns:
-      fp32 [batch, vocab].
+      [batch, vocab], fp32 or better.
     """
     end = past + tokens.shape[1]
     x = embed(params, tokens, config)
@@ -64,7 +64,7 @@ def next_logits(params: Params, balance: Tensor, tokens: Tensor, cache: Cache, p
         bias = balance[index - config.first_k_dense_replace] if config.is_moe_layer(index) else None
         x, _ = feed_forward_half(layer, bias, x, valid, config)
     last = head_norm(params, x[:, -1:], config)[:, 0]
-    return (last @ head_weight(params, config)).to(torch.float32)
+    return (last @ head_weight(params, config)).to(torch.promote_types(last.dtype, torch.float32))
 
 
 def choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
@@ -81,7 +81,9 @@ def choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     """
     if temperature == 0:
         return logits.argmax(-1)
-    probabilities, order = torch.softmax(logits / temperature, dim=-1).sort(-1, descending=True)
+    # The maximum goes first: a tiny temperature would make both inf, and their difference nothing.
+    cooled = (logits - logits.amax(-1, keepdim=True)) / temperature
+    probabilities, order = torch.softmax(cooled, dim=-1).sort(-1, descending=True)
     before = probabilities.cumsum(-1) - probabilities
     # The first token has nothing before it, so at least one stays.
     probabilities = torch.where(before < top_p, probabilities, 0.0)
@@ -130,8 +132,9 @@ def generate(
         raise ValueError(
             f"the prompt has {len(prompt)} tokens, the model takes fewer than {config.max_position_embeddings}"
         )
-    if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-        raise ValueError(f"the prompt holds a token outside the vocabulary of {config.vocab_size}")
+    for token in prompt:
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(f"the prompt holds token {token}, outside the vocabulary of {config.vocab_size}")
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature = {temperature}: must be a finite number of at least 0")
     if not 0 < top_p <= 1:

@@ -22,7 +22,7 @@ def _forward(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _gradient(cotangent: Tensor, x: Tensor, scale: Tensor, eps: float, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """With ``y = x / rms`` and ``g = scale x cotangent``: ``(g - y mean(g y)) / rms``."""
     y, grad = _wide(x) * inverse, _wide(cotangent)
-    grad_scale = (grad * y).flatten(0, -1 - scale.ndim).sum(0)
+    grad_scale = (grad * y).reshape(-1, *scale.shape).sum(0)
     grad_y = grad * scale
     mean = torch.linalg.vecdot(grad_y, y)[..., None].div_(x.shape[-1])
     return grad_y.addcmul_(y, mean, value=-1).mul_(inverse).to(x.dtype), grad_scale.to(scale.dtype)

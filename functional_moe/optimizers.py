@@ -24,8 +24,8 @@ class OptimizerSettings:
 
     name: Literal["muon", "adamw"] = "muon"
     """muon: Muon for weight matrices, AdamW for embeddings, routers, norms and biases. adamw: AdamW for all."""
-    learning_rate: float = 0.02
-    """Peak rate of Muon's matrices; unused by adamw."""
+    muon_learning_rate: float | None = None
+    """Peak rate of Muon's matrices; 0.01 when not given. Not for adamw."""
     adamw_learning_rate: float = 3e-3
     """Peak rate of what AdamW trains."""
     weight_decay: float = 0.01
@@ -34,29 +34,48 @@ class OptimizerSettings:
     """After the warm-up: constant, then linear to zero (wsd); or half a cosine to zero."""
     warmup_fraction: float = 0.05
     """Share of the steps over which the rates rise from zero."""
-    decay_fraction: float = 0.4
-    """Share of the steps over which wsd falls to zero."""
+    decay_fraction: float | None = None
+    """Share of the steps over which wsd falls to zero; 0.4 when not given. Not for cosine."""
     clip_norm: float = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it."""
 
     def __post_init__(self) -> None:
-        for field in ("learning_rate", "adamw_learning_rate", "clip_norm"):
-            if not 0 < getattr(self, field) < math.inf:
-                raise ValueError(f"optimizer.{field} = {getattr(self, field)}: must be a positive number")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"optimizer.weight_decay = {self.weight_decay}: must be a finite number of at least 0")
-        for field in ("warmup_fraction", "decay_fraction"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"optimizer.{field} = {getattr(self, field)}: must lie in 0..1")
-        if self.warmup_fraction + self.decay_fraction > 1:
-            raise ValueError(
-                f"optimizer.decay_fraction = {self.decay_fraction}: with warmup_fraction {self.warmup_fraction} it "
-                "exceeds the whole run"
-            )
         if self.name not in ("muon", "adamw"):
-            raise ValueError(f"optimizer.name = {self.name!r}: must be 'muon' or 'adamw'")
+            raise self._error("name", "must be 'muon' or 'adamw'")
         if self.schedule not in ("wsd", "cosine"):
-            raise ValueError(f"optimizer.schedule = {self.schedule!r}: must be 'wsd' or 'cosine'")
+            raise self._error("schedule", "must be 'wsd' or 'cosine'")
+        if self.name == "adamw" and self.muon_learning_rate is not None:
+            raise self._error("muon_learning_rate", "name = 'adamw' uses no Muon")
+        if self.schedule == "cosine" and self.decay_fraction is not None:
+            raise self._error("decay_fraction", "schedule = 'cosine' falls all the time after its warm-up")
+        for field, value in (
+            ("muon_learning_rate", self.muon_peak),
+            ("adamw_learning_rate", self.adamw_learning_rate),
+            ("clip_norm", self.clip_norm),
+        ):
+            if not 0 < value < math.inf:
+                raise self._error(field, "must be a positive number")
+        if not 0 <= self.weight_decay < math.inf:
+            raise self._error("weight_decay", "must be a finite number of at least 0")
+        if not 0 <= self.warmup_fraction <= 1:
+            raise self._error("warmup_fraction", "must lie in 0..1")
+        if not 0 <= self.wsd_decay <= 1:
+            raise self._error("decay_fraction", "must lie in 0..1")
+        if self.schedule == "wsd" and self.warmup_fraction + self.wsd_decay > 1:
+            raise self._error("warmup_fraction", f"with a decay_fraction of {self.wsd_decay} it exceeds the whole run")
+
+    def _error(self, field: str, why: str) -> ValueError:
+        return ValueError(f"optimizer.{field} = {getattr(self, field)!r}: {why}")
+
+    @property
+    def muon_peak(self) -> float:
+        """``muon_learning_rate``, or its default."""
+        return 0.01 if self.muon_learning_rate is None else self.muon_learning_rate
+
+    @property
+    def wsd_decay(self) -> float:
+        """``decay_fraction``, or its default."""
+        return 0.4 if self.decay_fraction is None else self.decay_fraction
 
 
 def make_schedule(settings: OptimizerSettings, peak: float, steps: int) -> optim.Schedule:
@@ -64,7 +83,7 @@ def make_schedule(settings: OptimizerSettings, peak: float, steps: int) -> optim
     warmup = max(1, round(settings.warmup_fraction * steps))
     if settings.schedule == "cosine":
         return optim.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1))
-    decay = max(1, round(settings.decay_fraction * steps))
+    decay = max(1, round(settings.wsd_decay * steps))
     return optim.warmup_stable_decay_schedule(peak, warmup, max(0, steps - warmup - decay), decay)
 
 
@@ -84,7 +103,7 @@ def make_optimizer(
     adamw = optim.adamw(rest, b2=0.95, weight_decay=0.0, foreach=foreach)
     matrices = (
         optim.muon(
-            make_schedule(settings, settings.learning_rate, steps),
+            make_schedule(settings, settings.muon_peak, steps),
             matrix_axes(config),
             weight_decay=decay,
             foreach=foreach,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +28,29 @@ class StateError(ValueError):
     """A state that cannot be written or read; the message is one line."""
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what the system says against writing ``path`` (a full disk, say) into a ``StateError`` of one line."""
+    try:
+        yield
+    except OSError as error:
+        raise StateError(
+            f"cannot write {path}: {_one_line(error)}; free some space or choose another --out, then --resume"
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all.
+
+    Raises:
+      StateError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+
+
 def save_state(path: Path, state: object) -> None:
     """Writes the tree of tensors ``state`` to ``path``, replacing what was there only when it is complete.
 
@@ -38,7 +62,11 @@ def save_state(path: Path, state: object) -> None:
     for name, leaf in named_leaves(state).items():
         # The format wants every tensor alone in its memory.
         storage = leaf.untyped_storage().data_ptr()
-        tensors[name] = leaf.detach().clone() if storage in seen else leaf.detach().contiguous()
+        tensors[name] = (
+            leaf.detach().clone(memory_format=torch.contiguous_format)
+            if storage in seen
+            else leaf.detach().contiguous()
+        )
         seen.add(storage)
     partial = path.with_name(f".{path.name}.partial")
     try:

@@ -156,4 +156,7 @@ def _choose(condition: Tensor, new: TrainState, old: TrainState) -> TrainState:
     if condition.device.type == "cpu" and not inside_transform():
         # Looking at a value costs nothing here; elsewhere it would make the host wait for the device.
         return new if bool(condition) else old
-    return pytree.tree_map(lambda a, b: torch.where(condition, a, b), new, old)  # type: ignore[no-any-return]
+    # The optimizer's counts and rates may lie on the host: for them the device is waited for, once.
+    return pytree.tree_map(  # type: ignore[no-any-return]
+        lambda a, b: torch.where(condition.to(a.device), a, b), new, old
+    )

@@ -14,7 +14,7 @@ from ..model import init_balance
 from ..parameters import abstract
 from ..state_file import load_state
 from .settings import SettingsError, read_settings
-from .train import SETTINGS_FILE, STATE_FILE
+from .train import SETTINGS_FILE, STATE_FILE, read_identity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,12 @@ def sample(settings: SampleSettings) -> int:
     """Prints the prompt and its continuation."""
     run = read_settings(settings.run / SETTINGS_FILE)
     tokenizer = load_tokenizer(run.data.tokenizer, run.data.separator_token)
+    trained_with = read_identity(settings.run)["tokenizer"]
+    if tokenizer.fingerprint != trained_with:
+        raise SettingsError(
+            f"--run {settings.run} learned the tokens of {trained_with}, but {run.data.tokenizer or 'bytes'} is "
+            f"{tokenizer.fingerprint}: restore the tokenizer"
+        )
     params = load_state(settings.run / STATE_FILE, abstract(run.model), prefix="params.")
     balance = load_state(settings.run / STATE_FILE, init_balance(run.model), prefix="balance")
     prompt = [tokenizer.separator, *map(int, tokenizer.encode(settings.prompt))]

@@ -96,7 +96,7 @@ class TrainSettings:
 
 
 # What may differ between a run and its continuation: it changes no value the run computes.
-_FREE = frozenset({"out", "resume", "save_every", "stop_after", "preset"})
+_FREE = frozenset({"out", "resume", "save_every", "stop_after", "max_refused", "sample_tokens"})
 
 
 def to_json(settings: TrainSettings) -> str:

@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..bigram import fit_bigram
+from ..bigram import MAX_VOCABULARY, fit_bigram
 from ..config import MoEConfig
 from ..data import Corpus, Data, Tokenizer, batch_at, check_vocabulary, load, load_tokenizer, windows_for_eval
 from ..flops import measure_matmul_rate, train_flops_per_token
 from ..generate import generate
 from ..model import Batch, loss_fn
+from ..optim import GradientTransformation
 from ..optimizers import make_optimizer
-from ..parameters import init
-from ..state_file import StateError, load_state, save_state
+from ..parameters import abstract, init
+from ..state_file import StateError, load_state, save_state, write_text, writing
 from ..train_step import StepMetrics, TrainState, init_state, make_train_step
 from .progress import Progress, save_picture
 from .settings import SettingsError, TrainSettings, check_same_run, read_settings, to_json
@@ -73,10 +74,12 @@ class Evaluation(NamedTuple):
 
 def train(settings: TrainSettings) -> int:
     """Runs ``settings``; returns the exit status (0, 1 for a run that gave up, 128 + n when stopped by signal n)."""
-    folder, state, first_records = _open_run(settings)
+    folder = _folder(settings)
     tokenizer = load_tokenizer(settings.data.tokenizer, settings.data.separator_token)
-    data = _load_data(settings, folder, tokenizer)
+    data = load(settings.data.paths, folder, tokenizer=tokenizer, text_field=settings.data.text_field)
+    check_vocabulary("the data", data.train.vocab_size, settings.model.vocab_size)
     evaluation = _evaluation(data, settings)
+    state, first_records = _resumed(settings, folder, data) if settings.resume else (_begun(settings, folder, data), [])
     progress = Progress(settings.steps, train_flops_per_token(settings.model, settings.seq_len))
     progress.say(f"data: {data.summary}")
     progress.say(
@@ -101,61 +104,73 @@ def train(settings: TrainSettings) -> int:
     return 0
 
 
-def _open_run(settings: TrainSettings) -> tuple[Path, TrainState, list[dict[str, Any]]]:
-    """The run's folder, the state it starts from and the metrics of the steps before that."""
-    template = _fresh_state(settings)
+def _folder(settings: TrainSettings) -> Path:
+    """The run's folder: of the run to resume, or one that holds none yet."""
     if settings.resume:
         if settings.out is None:
             raise SettingsError("--resume: say which run with --out")
         check_same_run(read_settings(settings.out / SETTINGS_FILE), settings)
-        state = load_state(settings.out / STATE_FILE, template)
-        return settings.out, state, _read_records(settings.out / METRICS_FILE, int(state.step))
+        return settings.out
     folder = settings.out or _next_free(settings.preset)
     if (folder / SETTINGS_FILE).exists():
         raise SettingsError(f"--out {folder} already holds a run; choose another folder, or continue it with --resume")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / SETTINGS_FILE).write_text(to_json(dataclasses.replace(settings, out=folder)), encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"--out {folder}: {error.strerror}; choose a folder that can be written") from error
-    return folder, template, []
-
-
-def _fresh_state(settings: TrainSettings) -> TrainState:
-    return init_state(init(settings.model, settings.seed), _optimizer(settings), settings.model)
-
-
-def _optimizer(settings: TrainSettings) -> Any:
-    return make_optimizer(settings.model, settings.optimizer, settings.steps)
+    return folder
 
 
 def _next_free(name: str) -> Path:
     number = 1
-    while (Path("runs") / f"{name}-{number}").exists():
+    while (Path("runs") / f"{name}-{number}" / SETTINGS_FILE).exists():
         number += 1
     return Path("runs") / f"{name}-{number}"
 
 
-def _load_data(settings: TrainSettings, folder: Path, tokenizer: Tokenizer) -> Data:
-    given = tokenizer if settings.data.tokenizer is not None else None
-    data = load(settings.data.paths, folder, tokenizer=given, text_field=settings.data.text_field)
-    name = "the tokenizer" if settings.data.tokenizer is not None else "the data"
-    check_vocabulary(name, data.train.vocab_size, settings.model.vocab_size)
-    identity = folder / DATA_FILE
-    if not settings.resume:
-        identity.write_text(json.dumps({"fingerprint": data.train.fingerprint, "summary": str(data.summary)}) + "\n")
-        return data
-    try:
-        stored = json.loads(identity.read_text(encoding="utf-8"))
-        fingerprint, summary = stored["fingerprint"], stored["summary"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StateError(f"{identity} cannot be read: {str(error).splitlines()[0]}") from error
-    if fingerprint != data.train.fingerprint:
+def _begun(settings: TrainSettings, folder: Path, data: Data) -> TrainState:
+    """A new run. Its settings are written last: a folder with them in it holds a run that can be resumed."""
+    state = init_state(init(settings.model, settings.seed), _optimizer(settings), settings.model)
+    identity = {
+        "fingerprint": data.train.fingerprint,
+        "tokenizer": data.train.tokenizer,
+        "summary": str(data.summary),
+    }
+    write_text(folder / DATA_FILE, json.dumps(identity, indent=2) + "\n")
+    save_state(folder / STATE_FILE, state)
+    write_text(folder / SETTINGS_FILE, to_json(dataclasses.replace(settings, out=folder)))
+    return state
+
+
+def _resumed(settings: TrainSettings, folder: Path, data: Data) -> tuple[TrainState, list[dict[str, Any]]]:
+    """The state of a run and the metrics of the steps before it."""
+    identity = read_identity(folder)
+    if identity["fingerprint"] != data.train.fingerprint:
         raise SettingsError(
-            f"--resume: the data has changed since the run began: then {summary}; now {data.summary}; "
+            f"--resume: the data has changed since the run began: then {identity['summary']}; now {data.summary}; "
             "restore it or start a new run"
         )
-    return data
+    template = init_state(abstract(settings.model), _optimizer(settings), settings.model)
+    state = load_state(folder / STATE_FILE, template)
+    return state, _read_records(folder / METRICS_FILE, int(state.step))
+
+
+def read_identity(folder: Path) -> dict[str, str]:
+    """What a run learned from: ``fingerprint``, ``tokenizer`` and ``summary`` of its data.
+
+    Raises:
+      StateError: the file is missing or says something else.
+    """
+    path = folder / DATA_FILE
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return {name: str(stored[name]) for name in ("fingerprint", "tokenizer", "summary")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _optimizer(settings: TrainSettings) -> GradientTransformation:
+    return make_optimizer(settings.model, settings.optimizer, settings.steps)
 
 
 def _evaluation(data: Data, settings: TrainSettings) -> Evaluation:
@@ -164,7 +179,7 @@ def _evaluation(data: Data, settings: TrainSettings) -> Evaluation:
     )
     # Asked for here, so that a corpus shorter than a window is refused before anything is computed.
     batch_at(data.train, 0, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=settings.seed)
-    if data.train.vocab_size > 4096:
+    if data.train.vocab_size > MAX_VOCABULARY:
         return Evaluation(batches, None)
     bigram = fit_bigram(data.train)
     return Evaluation(batches, _mean([(float(bigram.loss(b["tokens"], b["targets"])), b) for b in batches]))
@@ -211,6 +226,7 @@ def _loop(
         progress.step(record, seconds, evaluation.bigram)
         gave_up, stopped = refused >= settings.max_refused, interrupt.signal is not None
         if done % settings.save_every == 0 or done == last or gave_up or stopped:
+            log.sync()
             save_state(folder / STATE_FILE, state)
         if gave_up or stopped:
             return state, gave_up
@@ -232,32 +248,67 @@ class _Log:
     """The metrics of a run: a line of JSON per step, and TensorBoard's files when it is installed."""
 
     def __init__(self, folder: Path, records: list[dict[str, Any]]) -> None:
-        self._folder = folder
+        self._path = folder / METRICS_FILE
         self._kept = records
 
     def __enter__(self) -> _Log:
-        path = self._folder / METRICS_FILE
         # A run that was killed may have written steps that its last state has not seen: they come again.
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in self._kept), encoding="utf-8")
-        partial.replace(path)
-        self._file = path.open("a", encoding="utf-8")
-        self._board = _tensorboard(self._folder, len(self._kept))
+        write_text(self._path, "".join(json.dumps(_finite(record)) + "\n" for record in self._kept))
+        with writing(self._path):
+            self._file = self._path.open("a", encoding="utf-8")
+        self._board = _tensorboard(self._path.parent, len(self._kept))
         return self
 
     def write(self, record: dict[str, Any], seconds: float) -> None:
         """Adds a step; ``seconds`` stands apart from what the step computed."""
-        self._file.write(json.dumps({**record, "seconds": round(seconds, 4)}) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            # JSON has no NaN: what is not finite becomes null.
+            self._file.write(json.dumps({**_finite(record), "seconds": round(seconds, 4)}, allow_nan=False) + "\n")
+            self._file.flush()
         if self._board is not None:
-            for name, value in record.items():
-                if isinstance(value, float) and math.isfinite(value):
-                    self._board.add_scalar(name, value, record["step"])
+            for name, value in _scalars(record).items():
+                self._board.add_scalar(name, value, record["step"])
+
+    def sync(self) -> None:
+        """Makes sure that the disk has what was written, so that no state is ahead of its metrics."""
+        with writing(self._path):
+            os.fsync(self._file.fileno())
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written has been reported
+            self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def _finite(value: Any) -> Any:
+    """Plain values with ``None`` in place of every number that is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(value: Any) -> Any:
+    """What ``_finite`` took, with NaN in place of ``None``."""
+    if isinstance(value, dict):
+        return {name: _numbers(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_numbers(part) for part in value]
+    return math.nan if value is None else value
+
+
+def _scalars(value: Any, name: str = "") -> dict[str, float]:
+    """Every number in plain values, by its path: ``learning_rates/matrix``, ``load_idle/3``."""
+    if isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        return {
+            path: number
+            for key, part in parts
+            for path, number in _scalars(part, f"{name}/{key}" if name else str(key)).items()
+        }
+    return {name: float(value)}
 
 
 def _tensorboard(folder: Path, steps: int) -> Any:
@@ -270,11 +321,12 @@ def _tensorboard(folder: Path, steps: int) -> Any:
 
 def _read_records(path: Path, steps: int) -> list[dict[str, Any]]:
     try:
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:steps]]
+        lines = path.read_text(encoding="utf-8").splitlines()[:steps]
+        records: list[dict[str, Any]] = [_numbers(json.loads(line)) for line in lines]
     except (OSError, ValueError) as error:
         raise StateError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     if len(records) != steps:
-        raise StateError(f"{path} has {len(records)} steps, the state has {steps}")
+        raise StateError(f"{path} has {len(records)} steps, the state has {steps}; restore it from a copy")
     return records
 
 
@@ -304,10 +356,12 @@ def _finish(
             stop=tokenizer.separator,
         )
         text = tokenizer.decode(tokens)
-        (folder / SAMPLE_FILE).write_text(text, encoding="utf-8")
+        write_text(folder / SAMPLE_FILE, text)
         progress.say(f"a sample, also in {folder / SAMPLE_FILE}:\n{text}")
     picture = folder / PICTURE_FILE
-    if save_picture(picture, records, evaluation.bigram):
+    with writing(picture):
+        drawn = save_picture(picture, records, evaluation.bigram)
+    if drawn:
         progress.say(f"picture: {picture}")
     else:
         progress.say("no picture: matplotlib is not installed (the extra 'plot' brings it)")

@@ -143,7 +143,8 @@ def test_a_run_whose_steps_are_refused_gives_up_and_names_the_step(
             new, metrics = step(state, batch)  # type: ignore[arg-type]
             if int(state.step) < 3:
                 return new, metrics
-            return state._replace(step=new.step), metrics._replace(finite=torch.tensor(False))
+            nothing = torch.tensor(float("nan"))
+            return state._replace(step=new.step), metrics._replace(finite=torch.tensor(False), loss=nothing)
 
         return refuse
 
@@ -153,7 +154,12 @@ def test_a_run_whose_steps_are_refused_gives_up_and_names_the_step(
     printed = capsys.readouterr().out
     assert "stopped at step 7" in printed
     assert "4 steps in a row" in printed
-    assert len(records(out)) == 7
+    # JSON as others read it has no NaN
+    assert [line["loss"] is None for line in records(out)] == [False] * 3 + [True] * 4
+    assert "NaN" not in (out / "metrics.jsonl").read_text()
+    monkeypatch.undo()
+    assert run("train", "--out", out, "--resume", "--stop-after", 9) == 0
+    assert len(records(out)) == 9
 
 
 def test_a_run_learns_from_a_tokenised_file(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,8 +195,7 @@ def test_bad_data_is_named(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def message(*arguments: object) -> str:
-        out = tmp_path / f"run-{time.monotonic_ns()}"
-        return fails(capsys, monkeypatch, "train", *SMALL, "--steps", 2, "--out", out, *arguments)
+        return fails(capsys, monkeypatch, "train", *SMALL, "--steps", 2, "--out", tmp_path / "run", *arguments)
 
     (tmp_path / "nothing").mkdir()
     assert "missing" in message("--data", tmp_path / "missing")
@@ -200,18 +205,54 @@ def test_bad_data_is_named(
     assert "window" in message("--data", _write(tmp_path / "short.txt", b"short"))
     assert "tokenizer" in message("--data", text, "--tokenizer", tmp_path / "no.json")
     assert "vocab_size is 100" in message("--data", text, "--model.vocab-size", 100)
+    # a start that failed is no run: the folder is free for the next try
+    assert run("train", *SMALL, "--steps", 1, "--out", tmp_path / "run", "--data", text) == 0
+
+
+def make_tokenizer(path: Path, words: int) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {f"word{number}": number for number in range(words)} | {"</s>": words}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="word0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(path))
+    return path
+
+
+def test_tokens_of_another_tokenizer_are_refused(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, tokens, out = make_tokenizer(tmp_path / "t.json", 200), tmp_path / "text.bin", tmp_path / "run"
+    assert run("tokenize", text, "--out", tokens, "--tokenizer", tokenizer) == 0
+    common = ["train", *SMALL, "--data", tokens, "--steps", 2, "--out", out]
+    assert "give that one or tokenise again" in fails(capsys, monkeypatch, *common)
+    assert run(*common, "--tokenizer", tokenizer) == 0
+    make_tokenizer(tokenizer, 201)
+    assert "restore the tokenizer" in fails(capsys, monkeypatch, "sample", "--run", out, "--tokens", 3)
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    assert run("train", *SMALL, "--data", text, "--steps", 6, "--stop-after", 2, "--out", out) == 0
+    state = (out / "state.safetensors").read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module.os, "fsync", full)
+        assert "No space left on device" in fails(capsys, patch, "train", "--out", out, "--resume")
+    assert (out / "state.safetensors").read_bytes() == state
+    assert run("train", "--out", out, "--resume") == 0
+    assert len(records(out)) == 6
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_named(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {f"word{number}": number for number in range(300)} | {"</s>": 300}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(["</s>"])
-    path = tmp_path / "tokenizer.json"
-    tokenizer.save(str(path))
+    path = make_tokenizer(tmp_path / "tokenizer.json", 300)
     options = ["train", *SMALL, "--data", text, "--tokenizer", path, "--steps", 2]
     error = fails(capsys, monkeypatch, *options, "--out", tmp_path / "small")
     assert "301" in error
@@ -236,7 +277,11 @@ def test_bad_settings_are_named(
     assert "--accumulate 3" in message("--accumulate", 3)
     assert "--steps 0" in message("--steps", 0)
     assert "--seq-len 4096" in message("--seq-len", 4096)
-    assert "optimizer.learning_rate = -1.0" in message("--optimizer.learning-rate", -1.0)
+    assert "optimizer.muon_learning_rate = -1.0" in message("--optimizer.muon-learning-rate", -1.0)
+    adamw = ("--optimizer.name", "adamw", "--optimizer.muon-learning-rate", 0.1)
+    assert "uses no Muon" in message(*adamw)
+    assert "decay_fraction = 0.3" in message("--optimizer.schedule", "cosine", "--optimizer.decay-fraction", 0.3)
+    assert "--out" in fails(capsys, monkeypatch, "train", "--out")
     assert "'tiny'" in message("--preset", "tinny")
     assert "'jupiter-952b'" in fails(capsys, monkeypatch, "info", "--preset", "jupiter")
     assert not (tmp_path / "run").exists()
@@ -289,7 +334,8 @@ def test_resuming_with_other_settings_names_each(
     assert "seed is 0 there and 3 here" in error
     assert "model.num_experts is 4 there and 8 here" in error
     assert "optimizer.name is muon there and adamw here" in error
-    assert run(*resume, "--seed", 0, "--save-every", 1) == 0
+    assert "preset is tiny there" in fails(capsys, monkeypatch, *resume, "--preset", "jupiter-952b")
+    assert run(*resume, "--seed", 0, "--save-every", 1, "--max-refused", 3) == 0
 
 
 def test_resuming_with_other_data_is_refused(

@@ -104,7 +104,7 @@ def test_config_is_a_value(make_config):
     assert hash(config) == hash(make_config())
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.hidden_size = 1
-    assert MoEConfig(**json.loads(json.dumps(config.to_dict()))) == config
+    assert MoEConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
     assert make_config(compute_dtype="bfloat16").dtype == torch.bfloat16
 
 
@@ -131,7 +131,7 @@ def test_a_config_is_either_refused_by_value_error_or_countable(make_config, dat
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_construct_and_are_their_own_dict(name):
-    assert MoEConfig(**preset(name).to_dict()) == preset(name)
+    assert MoEConfig(**dataclasses.asdict(preset(name))) == preset(name)
 
 
 def test_jupiter_has_the_published_counts():

@@ -88,6 +88,11 @@ def test_temperature_sharpens() -> None:
     assert abs(float(cold) - 0.49 / 0.58) < 0.015
 
 
+def test_the_coldest_temperature_is_the_argmax() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert choose(logits, 1e-40, 1.0, torch.Generator().manual_seed(0)).item() == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -152,7 +152,7 @@ def test_training_learns_a_repeated_batch() -> None:
 
 
 def test_learning_rates_are_reported_by_label() -> None:
-    optimizer = make_optimizer(ODD, OptimizerSettings(learning_rate=0.5, adamw_learning_rate=0.25), steps=100)
+    optimizer = make_optimizer(ODD, OptimizerSettings(muon_learning_rate=0.5, adamw_learning_rate=0.25), steps=100)
     state = make_state(optimizer=optimizer)
     step = make_train_step(ODD, optimizer)
     for _ in range(7):
