@@ -33,8 +33,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .config import MoEConfig
-from .optim import MatrixAxes
-from .tree import leaf_path
+from .optim import MatrixAxes, path_name
 
 Label = Literal["matrix", "embedding", "router", "vector"]
 Params = dict[str, Any]
@@ -183,7 +182,7 @@ def init(config: MoEConfig, seed: int, device: torch.device | str = "cpu") -> Pa
     def draw(path: tuple[Any, ...], leaf: Leaf) -> Tensor:
         if isinstance(leaf.initializer, Constant):
             return torch.full(leaf.shape, leaf.initializer.value, dtype=leaf.dtype, device=device)
-        name = leaf_path(path)
+        name = path_name(path)
         if leaf.axes[0] != "experts":
             return _normal(seed, name, leaf.shape, leaf.initializer.std, leaf.dtype).to(device)
         stack = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)

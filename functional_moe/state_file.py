@@ -83,13 +83,13 @@ def save_state(path: Path, state: object) -> None:
         ) from error
 
 
-def load_state(path: Path, template: Tree, *, prefix: str = "") -> Tree:
+def load_state(path: Path, template: Tree, *, partial: bool = False) -> Tree:
     """Reads the leaves of ``template`` from ``path``.
 
     Args:
       path: a file of ``save_state``.
       template: a tree whose leaves have the expected shapes and dtypes (they may be on ``meta``).
-      prefix: of the names, to read one part of the saved tree (``"params."``).
+      partial: read only what the template has at its top, such as ``{"params": ..., "balance": ...}``.
 
     Returns:
       A tree like ``template``. Nothing of the template's values remains in it.
@@ -98,11 +98,14 @@ def load_state(path: Path, template: Tree, *, prefix: str = "") -> Tree:
       StateError: no such file, a truncated or foreign one, or one whose names, shapes or dtypes differ from the
         template's; names the first that does.
     """
-    expected = {f"{prefix}{name}": leaf for name, leaf in named_leaves(template).items()}
+    expected = named_leaves(template)
+    wanted = {name.split(".")[0] for name in expected}
     loaded: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt") as file:
-            names = {name for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118 (no mapping)
+            names = set(file.keys())
+            if partial:
+                names = {name for name in names if name.split(".")[0] in wanted}
             if missing := sorted(expected.keys() - names):
                 raise StateError(f"{path} lacks {missing[0]!r} ({len(missing)} in all): it is of another model")
             if extra := sorted(names - expected.keys()):

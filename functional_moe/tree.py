@@ -1,4 +1,4 @@
-"""Names for the leaves of a tree."""
+"""The leaves of a tree by name."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-
-def leaf_path(path: tuple[Any, ...]) -> str:
-    """A pytree key path as the dotted name used in every message: ``layers.0.experts.down``."""
-    names = []
-    for key in path:
-        for attribute in ("key", "idx", "name"):
-            if hasattr(key, attribute):
-                names.append(str(getattr(key, attribute)))
-                break
-    return ".".join(names)
+from .optim import path_name
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of ``tree`` by their dotted names, in the tree's order."""
+    """The leaves of ``tree`` by their dotted paths (``layers.0.experts.down``), in the tree's order."""
     leaves, _ = pytree.tree_flatten_with_path(tree)
-    return {leaf_path(path): leaf for path, leaf in leaves}
+    return {path_name(path): leaf for path, leaf in leaves}

@@ -68,3 +68,4 @@ from ._sgd import TraceState as TraceState
 from ._sgd import sgd as sgd
 from ._sgd import trace as trace
 from ._tree import MaskedNode as MaskedNode
+from ._tree import path_name as path_name

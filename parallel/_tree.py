@@ -9,14 +9,9 @@ import torch
 from torch.distributed.tensor import Placement
 from torch.utils import _pytree as pytree
 
+from functional_moe.optim import path_name
+
 Tree: TypeAlias = Any
-
-
-def leaf_path(path: tuple[Any, ...]) -> str:
-    """A pytree key path as a dotted name; the root is ``<root>``."""
-    return (
-        ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path) or "<root>"
-    )
 
 
 def is_leaf(node: Any) -> bool:
@@ -29,7 +24,7 @@ def is_leaf(node: Any) -> bool:
 def named_leaves(tree: Tree) -> dict[str, Any]:
     """The leaves of ``tree`` by their names, in the tree's order. What :func:`is_leaf` tells is one leaf."""
     leaves, _ = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return {leaf_path(path): leaf for path, leaf in leaves}
+    return {path_name(path): leaf for path, leaf in leaves}
 
 
 def zip_leaves(tree: Tree, name: str, *others: tuple[str, Tree]) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -11,8 +11,8 @@ from rich.table import Table
 from torch.utils import _pytree as pytree
 
 from ..config import INFERRED_FIELDS, PRESETS, preset
+from ..optim import path_name
 from ..parameters import Leaf, declare
-from ..tree import leaf_path
 from .settings import SettingsError
 
 
@@ -39,7 +39,7 @@ def info(settings: InfoSettings) -> int:
     leaves, _ = pytree.tree_flatten_with_path(declare(config), is_leaf=lambda node: isinstance(node, Leaf))
     alike: dict[tuple[str, Leaf], int] = {}
     for path, leaf in leaves:
-        name = leaf_path(path)
+        name = path_name(path)
         if name.startswith("layers."):
             name = "layers.*." + name.split(".", 2)[2]
         alike[name, leaf] = alike.get((name, leaf), 0) + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -45,13 +45,13 @@ def sample(settings: SampleSettings) -> int:
             f"--run {settings.run} learned the tokens of {trained_with}, but {run.data.tokenizer or 'bytes'} is "
             f"{tokenizer.fingerprint}: restore the tokenizer"
         )
-    params = load_state(settings.run / STATE_FILE, abstract(run.model), prefix="params.")
-    balance = load_state(settings.run / STATE_FILE, init_balance(run.model), prefix="balance")
+    template: dict[str, Any] = {"params": abstract(run.model), "balance": init_balance(run.model)}
+    state = load_state(settings.run / STATE_FILE, template, partial=True)
     prompt = [tokenizer.separator, *map(int, tokenizer.encode(settings.prompt))]
     try:
         tokens = generate(
-            params,
-            balance,
+            state["params"],
+            state["balance"],
             run.model,
             prompt,
             settings.tokens,

@@ -59,7 +59,7 @@ class TrainSettings:
     """Microbatches per step: the same result in less memory."""
     seed: int = 0
     """Of the initial parameters and of the order of the data."""
-    eval_every: int = 100
+    eval_every: int = 50
     """Steps between validations."""
     eval_windows: int = 128
     """Held-out sequences per validation, the same ones each time."""

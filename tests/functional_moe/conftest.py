@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from functional_moe.config import MoEConfig
 from functional_moe.cross_entropy import IGNORE_INDEX
+from functional_moe.optim import path_name
 from functional_moe.parameters import abstract
-from functional_moe.tree import leaf_path
 
 # Derandomised: a failure here must be a failure everywhere. No deadline: nothing depends on the machine's load.
 settings.register_profile("functional_moe", deadline=None, derandomize=True, database=None)
@@ -64,7 +64,7 @@ def make_params() -> Callable[..., Any]:
         dtype = torch.float64 if config.compute_dtype == "float64" else torch.float32
 
         def draw(path: tuple[Any, ...], leaf: torch.Tensor) -> torch.Tensor:
-            name = leaf_path(path)
+            name = path_name(path)
             values = torch.randn(leaf.shape, generator=_seed(seed, name), dtype=torch.float64)
             if "norm" in name:
                 return (1 + 0.3 * values).to(dtype)

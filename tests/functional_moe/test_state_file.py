@@ -32,8 +32,11 @@ def test_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
 def test_one_part_comes_back_alone_into_a_template_without_memory(tmp_path: Path) -> None:
     save_state(tmp_path / "state", make_state(0.1))
     with torch.device("meta"):
-        template = make_state().params
-    chex.assert_trees_all_equal(load_state(tmp_path / "state", template, prefix="params."), make_state(0.1).params)
+        template = {"params": make_state().params}
+    loaded = load_state(tmp_path / "state", template, partial=True)
+    chex.assert_trees_all_equal(loaded, {"params": make_state(0.1).params})
+    with pytest.raises(StateError, match="unexpected 'step'"):
+        load_state(tmp_path / "state", template)
 
 
 def test_leaves_that_share_memory_are_saved_each(tmp_path: Path) -> None:
