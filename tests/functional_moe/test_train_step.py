@@ -203,6 +203,27 @@ def test_the_step_can_be_differentiated_by_its_learning_rate() -> None:
     torch.testing.assert_close(torch.func.grad(after)(rate).double(), difference, rtol=1e-3, atol=1e-3)
 
 
+def test_the_default_optimizer_can_be_swept_too() -> None:
+    batch, optimizer = make_batch(0), make_optimizer(ODD, OptimizerSettings(), steps=10, foreach=False)
+    start = make_state(optimizer=optimizer)
+    step = make_train_step(ODD, optimizer, kernels="reference")
+    scales = torch.tensor([1.0, 1.1])
+
+    def scaled(scale: torch.Tensor) -> TrainState:
+        state = start._replace(params=pytree.tree_map(lambda leaf: leaf * scale, start.params))
+        state, _ = step(state, batch)  # the rate of the very first step is 0
+        return step(state, batch)[0]
+
+    swept = torch.func.vmap(scaled)(scales)
+    for index, scale in enumerate(scales):
+        chex.assert_trees_all_close(
+            pytree.tree_map(lambda leaf, index=index: leaf[index], swept.params),
+            scaled(scale).params,
+            rtol=1e-3,  # Newton-Schulz in fp32, batched in another way
+            atol=1e-4,
+        )
+
+
 def test_the_fused_step_refuses_to_be_transformed() -> None:
     batch, optimizer = make_batch(0), optim.sgd(0.1, foreach=False)
     step = make_train_step(ODD, optimizer)
