@@ -108,7 +108,7 @@ def apply_updates(params: Tree, updates: Tree, *, foreach: bool = True) -> Tree:
 
     Raises:
         ValueError: the trees or a shape differ; the leaf's path is named.
-        RuntimeError: ``foreach=True`` inside a ``torch.func`` transform.
+        NotImplementedError: ``foreach=True`` inside a ``torch.func`` transform.
     """
     leaves, spec = _tree.flatten(params)
     new = _tree.check_congruent(params, updates, "apply_updates: the updates", dtype=False)

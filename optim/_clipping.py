@@ -19,7 +19,7 @@ def global_norm(tree: Tree, *, foreach: bool = True) -> Tensor:
         foreach: one kernel call for all leaves; ``False`` inside a ``torch.func`` transform.
 
     Raises:
-        RuntimeError: ``foreach=True`` inside a ``torch.func`` transform.
+        NotImplementedError: ``foreach=True`` inside a ``torch.func`` transform.
     """
     leaves = _tree.flatten(tree)[0]
     if not leaves:

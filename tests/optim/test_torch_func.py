@@ -115,7 +115,7 @@ def test_every_reference_path_is_batchable(make):
 )
 def test_list_kernels_inside_a_transform_name_the_argument(function):
     params = {"w": torch.randn(2, 3, 4)}
-    with pytest.raises(RuntimeError, match="foreach=False"):
+    with pytest.raises(NotImplementedError, match="foreach=False"):
         torch.func.vmap(function)(params)
 
 
