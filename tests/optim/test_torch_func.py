@@ -19,11 +19,8 @@ def loss_fn(params, x):
 
 
 def optimizer(foreach):
-    def norm(tree):
-        return optim.global_norm(tree, foreach=foreach)
-
     return optim.chain(
-        optim.clip_by_global_norm(0.01, norm, foreach=foreach),
+        optim.clip_by_global_norm(0.01, foreach=foreach),
         optim.partition(
             {
                 "muon": optim.muon(0.1, AXES, weight_decay=0.1, foreach=foreach),
