@@ -81,8 +81,8 @@ def checked(inner: GradientTransformation, name: str) -> GradientTransformation:
 
     Raises:
         ValueError: in ``init``, for a leaf that is no floating-point tensor; in ``update``, without
-            parameters or when the tree, a shape or a dtype of the gradients differs from the parameters'. The
-            leaf's path is named.
+            parameters, when the tree or a shape of the gradients differs from the parameters', or when a
+            dtype is neither its parameter's nor a wider floating-point one. The leaf's path is named.
     """
 
     def init(params: Tree) -> Tree:
