@@ -109,6 +109,8 @@ def test_apply_updates_and_scalings_check_too():
         (AXES, (4,), r"leaf 'block\.w' of shape \(4,\) has no matrix"),
         (optim.MatrixAxes(2, 0), (3, 4), r"leaf 'block\.w' of shape \(3, 4\) has no axis out=2"),
         (optim.MatrixAxes(0, -3), (3, 4), r"leaf 'block\.w' .* has no axis in_=-3"),
+        (AXES, (0, 8), r"leaf 'block\.w' of shape \(0, 8\) has empty matrices: axis in_ has length 0"),
+        (AXES, (2, 8, 0), r"leaf 'block\.w' of shape \(2, 8, 0\) has empty matrices: axis out has length 0"),
         (optim.MatrixAxes(1, -1), (3, 4), r"out=1 and in_=-1 are one axis"),
         (optim.MatrixAxes(-1, -2, out_blocks=3), (3, 4), "out_blocks=3 does not divide the axis of length 4"),
         (optim.MatrixAxes(-1, -2, out_blocks=(2, 3)), (3, 4), r"\(2, 3\) add up to 5, the axis has length 4"),
