@@ -1,8 +1,7 @@
-"""Matrix products, by the fastest kernel of the machine.
+"""Matrix products by the fastest kernel of the machine, with a derivative.
 
-On CPUs torch multiplies fp32 matrices by MKL, which on AMD processors uses half the vector width: on two Zen 5 cores
-oneDNN is 2.3 times as fast forward and 1.3 to 1.8 times in a weight's gradient. oneDNN is reached through the operator
-that ``torch.compile`` uses for ``Linear``; it has no derivative, so the rule is here. Rounding is all that differs.
+On CPUs that is oneDNN for large fp32 matrices (``optim.matrix_product`` chooses): on two Zen 5 cores it is 2.3 times as
+fast forward and 1.3 to 1.8 times in a weight's gradient. It has no derivative, so the rule is here.
 """
 
 from __future__ import annotations
@@ -13,18 +12,10 @@ import torch
 from torch import Tensor
 
 from .kernels import Kernels, ReverseModeFunction, inside_transform
+from .optim import matrix_product, uses_onednn
 
-_SMALL = 1 << 19
-"""Multiply-adds below which the call costs more than the faster kernel saves."""
-
-
-def _uses_onednn(x: Tensor) -> bool:
-    return (
-        type(x) is Tensor  # neither a fake tensor nor another subclass
-        and x.device.type == "cpu"
-        and x.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
-    )
+product = matrix_product
+"""``x @ y`` of two plain matrices of any strides, [n, k] and [k, m], where no derivative is wanted."""
 
 
 def rows_per_shape(x: Tensor) -> int:
@@ -32,15 +23,7 @@ def rows_per_shape(x: Tensor) -> int:
 
     oneDNN prepares code for every shape it meets, which takes longer (0.3 ms) than it saves an expert's product.
     """
-    return 64 if _uses_onednn(x) else 1
-
-
-def product(x: Tensor, y: Tensor) -> Tensor:
-    """``x @ y`` of two plain matrices of any strides: [n, k], [k, m] to [n, m]. Without a derivative."""
-    if _uses_onednn(x) and y.dtype == x.dtype and x.shape[0] * x.shape[1] * y.shape[1] > _SMALL:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, y.t(), None, "none", [], "")
-        return out
-    return x @ y
+    return 64 if uses_onednn(x) else 1
 
 
 class _Product(ReverseModeFunction):
@@ -57,7 +40,7 @@ class _Product(ReverseModeFunction):
         x, y = ctx.saved_tensors
         differentiable = torch.is_grad_enabled() or inside_transform()
         function = _Product.apply if differentiable else product
-        # oneDNN is slow on expanded cotangents, such as that of a sum.
+        # Expanded ones, such as that of a sum, are copied once here instead of once per product.
         grad = grad.contiguous()
         need_x, need_y = ctx.needs_input_grad
         return function(grad, y.t()) if need_x else None, function(x.t(), grad) if need_y else None

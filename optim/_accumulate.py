@@ -23,9 +23,10 @@ class AccumulateState(NamedTuple):
 def accumulate(inner: GradientTransformation, n: int, *, foreach: bool = True) -> GradientTransformation:
     """Update ``inner`` with the mean of every ``n`` gradients; return zeros on the calls between.
 
-    The inner update does not run on those: no decay, no count, no orthogonalisation. The sum is float32; the
-    mean is handed on in the gradients' dtype. Which call it is is read from the state, so the count cannot be
-    a batched tensor of ``torch.func.vmap`` (everything else can, with ``foreach=False``).
+    The inner update does not run on those: no decay, no count, no orthogonalisation. The sum is
+    float32, and so is the mean that ``inner`` gets: rounded to bfloat16 it would lose what the sum has kept.
+    (Of float64 gradients it is float64.) Which call it is is read from the state, so the count cannot be a
+    batched tensor of ``torch.func.vmap`` (everything else can, with ``foreach=False``).
 
     Args:
         inner: the transformation.
@@ -51,11 +52,17 @@ def accumulate(inner: GradientTransformation, n: int, *, foreach: bool = True) -
             check_no_transform([*old, *grads], "accumulate")
         total = add(old, cast(grads, torch.float32), foreach=foreach)
         if int(state.count) + 1 < n:
-            zeros = _tree.unflatten([torch.zeros_like(grad) for grad in grads], spec)
-            return zeros, AccumulateState(state.count + 1, _tree.unflatten(total, spec), state.inner_state)
-        mean = [(x / n).to(grad.dtype) for x, grad in zip(total, grads, strict=True)]
+            zeros = [torch.zeros_like(grad, dtype=_mean_dtype(grad)) for grad in grads]
+            return _tree.unflatten(zeros, spec), AccumulateState(
+                state.count + 1, _tree.unflatten(total, spec), state.inner_state
+            )
+        mean = [(x / n).to(_mean_dtype(grad)) for x, grad in zip(total, grads, strict=True)]
         out, inner_state = inner.update(_tree.unflatten(mean, spec), state.inner_state, params)
         fresh = _tree.unflatten([torch.zeros_like(x) for x in total], spec)
         return out, AccumulateState(torch.zeros_like(state.count), fresh, inner_state)
 
     return GradientTransformation(init, update)
+
+
+def _mean_dtype(grad: Tensor) -> torch.dtype:
+    return torch.float64 if grad.dtype == torch.float64 else torch.float32

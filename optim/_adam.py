@@ -51,7 +51,7 @@ def scale_by_adam(
     Raises:
         ValueError: a hyperparameter out of its range; in ``update``, gradients that are not congruent with
             the moments.
-        RuntimeError: ``foreach=True`` inside a ``torch.func`` transform.
+        NotImplementedError: ``foreach=True`` inside a ``torch.func`` transform.
     """
     for name, value in (("b1", b1), ("b2", b2)):
         if not 0.0 <= value < 1.0:

@@ -81,8 +81,8 @@ def checked(inner: GradientTransformation, name: str) -> GradientTransformation:
 
     Raises:
         ValueError: in ``init``, for a leaf that is no floating-point tensor; in ``update``, without
-            parameters or when the tree, a shape or a dtype of the gradients differs from the parameters'. The
-            leaf's path is named.
+            parameters, when the tree or a shape of the gradients differs from the parameters', or when a
+            dtype is neither its parameter's nor a wider floating-point one. The leaf's path is named.
     """
 
     def init(params: Tree) -> Tree:
@@ -108,7 +108,7 @@ def apply_updates(params: Tree, updates: Tree, *, foreach: bool = True) -> Tree:
 
     Raises:
         ValueError: the trees or a shape differ; the leaf's path is named.
-        RuntimeError: ``foreach=True`` inside a ``torch.func`` transform.
+        NotImplementedError: ``foreach=True`` inside a ``torch.func`` transform.
     """
     leaves, spec = _tree.flatten(params)
     new = _tree.check_congruent(params, updates, "apply_updates: the updates", dtype=False)

@@ -19,7 +19,7 @@ def global_norm(tree: Tree, *, foreach: bool = True) -> Tensor:
         foreach: one kernel call for all leaves; ``False`` inside a ``torch.func`` transform.
 
     Raises:
-        RuntimeError: ``foreach=True`` inside a ``torch.func`` transform.
+        NotImplementedError: ``foreach=True`` inside a ``torch.func`` transform.
     """
     leaves = _tree.flatten(tree)[0]
     if not leaves:
@@ -33,16 +33,19 @@ def global_norm(tree: Tree, *, foreach: bool = True) -> Tensor:
     return norm
 
 
+_norm_here = global_norm
+"""The same function, where the argument of :func:`clip_by_global_norm` hides its name."""
+
+
 def clip_by_global_norm(
-    max_norm: float, global_norm: Callable[[Tree], Tensor] = global_norm, *, foreach: bool = True
+    max_norm: float, global_norm: Callable[[Tree], Tensor] | None = None, *, foreach: bool = True
 ) -> GradientTransformation:
     """Scale the updates down so that their global norm is at most ``max_norm``.
 
     Args:
         max_norm: the largest norm that is left alone; above 0.
-        global_norm: returns the norm of a tree, [], on the leaves' device. Give one that reduces over ranks
-            where leaves are sharded, or ``functools.partial(global_norm, foreach=False)`` inside a
-            ``torch.func`` transform.
+        global_norm: returns the norm of a tree, [], on the leaves' device. ``None`` for :func:`global_norm`
+            with this ``foreach``; give one that reduces over ranks where leaves are sharded.
         foreach: one kernel call for all leaves; ``False`` inside a ``torch.func`` transform.
 
     Raises:
@@ -55,7 +58,7 @@ def clip_by_global_norm(
         leaves, spec = _tree.flatten(updates)
         if foreach:
             check_no_transform(leaves, "clip_by_global_norm")
-        norm = global_norm(updates)
+        norm = _norm_here(updates, foreach=foreach) if global_norm is None else global_norm(updates)
         factor = torch.where(norm < max_norm, 1.0, max_norm / norm)
         return _tree.unflatten(scale(leaves, factor, foreach=foreach), spec)
 

@@ -18,12 +18,12 @@ def check_no_transform(tensors: Sequence[Tensor], user: str) -> None:
     """Raise if a tensor is inside a ``torch.func`` transform, which the list kernels cannot see through.
 
     Raises:
-        RuntimeError: names the argument that chooses the other path.
+        NotImplementedError: names the argument that chooses the other path.
     """
     if not torch._C._are_functorch_transforms_active():
         return
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
-        raise RuntimeError(
+        raise NotImplementedError(
             f"{user} was called inside a torch.func transform (vmap, grad, ...) with foreach=True, "
             "whose kernels have no batching or differentiation rule; build it with foreach=False"
         )

@@ -76,9 +76,14 @@ def check_blocks(axes: MatrixAxes, shape: Sequence[int], path: str) -> tuple[lis
     """Return the sizes of the blocks along (out, in) of a whole leaf.
 
     Raises:
-        ValueError: as :func:`check_axes`, and for blocks that do not add up to their axis; names ``path``.
+        ValueError: as :func:`check_axes`, for an axis without elements, and for blocks that do not add up to
+            their axis; names ``path``.
     """
     out, in_ = check_axes(axes, shape, path)
+    # Only here: the shard of a leaf may well be empty.
+    for name, axis in (("out", out), ("in_", in_)):
+        if not shape[axis]:
+            raise ValueError(f"leaf {path!r} of shape {tuple(shape)} has empty matrices: axis {name} has length 0")
     return (
         _sizes(axes.out_blocks, shape[out], "out_blocks", path),
         _sizes(axes.in_blocks, shape[in_], "in_blocks", path),

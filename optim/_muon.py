@@ -50,12 +50,11 @@ class Orthogonalize(Protocol):
     """How a tree of momenta becomes a tree of orthogonalised updates.
 
     ``orthogonalize(updates, axes, whole)``: ``updates`` is congruent with the parameters that muon sees
-        (float32, a
-    :class:`MaskedNode` where it sees none), ``axes`` a congruent tree of :class:`MatrixAxes`; the result is
-    congruent with ``updates``. On one process this is ``whole(updates, axes)``. Where leaves are shards,
-    bring each matrix together on an owner, call ``whole`` on any tree (a list will do) of the *whole* leaves
-    it owns, and send the pieces back: blocks and scales follow from the whole shape, so nothing else has to
-    know them.
+    (float32, a :class:`MaskedNode` where it sees none), ``axes`` a congruent tree of :class:`MatrixAxes`; the
+    result is congruent with ``updates``. On one process this is ``whole(updates, axes)``. Where leaves are
+    shards, bring each matrix together on an owner, call ``whole`` on any tree (a list will do) of the *whole*
+    leaves it owns, and send the pieces back: blocks and scales follow from the whole shape, so nothing else
+    has to know them.
     """
 
     def __call__(self, updates: Tree, axes: Tree, whole: WholeFn, /) -> Tree:
@@ -166,8 +165,7 @@ def muon(
     does not see), so ``momentum="sum"`` is its momentum and ``"average"`` differs under Nesterov by the bias
     correction; it iterates in bfloat16, here ``dtype=torch.bfloat16``; it takes 2-D leaves as [out, in], here
     ``MatrixAxes(out=0, in_=1)``. Against ``optax.contrib.muon``: the same as ``"average"``; leaves with more
-        than two
-    axes go to Adam there unless told otherwise, and its epsilon in the norm is absent here.
+    than two axes go to Adam there unless told otherwise, and its epsilon in the norm is absent here.
 
     Args:
         learning_rate: a constant or a schedule, see :func:`scale_by_learning_rate`.

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ._matrix_product import matrix_product, symmetric_product, uses_onednn
+from ._matrix_product import SMALL_PRODUCT_IN_STACK, add_product, matrix_product, symmetric_product, uses_onednn
 
 Triple: TypeAlias = tuple[float, float, float]
 Coefficients: TypeAlias = Triple | Sequence[Triple]
@@ -106,8 +106,9 @@ def newton_schulz(
     stack = x.reshape(-1, rows, cols)
     # Made from `x`, so it is inside whatever torch.func transform `x` is in, and can be written to there.
     out = stack.new_empty(stack.shape)
-    # oneDNN's product takes one matrix at a time.
-    size = 1 if uses_onednn(x, compute) else stack_size(rows, cols, x.device)
+    # Of large matrices, oneDNN's product takes one at a time.
+    single = uses_onednn(x, compute) and min(rows, cols) ** 3 > SMALL_PRODUCT_IN_STACK
+    size = 1 if single else stack_size(rows, cols, x.device)
     for start in range(0, stack.shape[0], size):
         piece = stack[start : start + size]
         out[start : start + size] = _orthogonalise(piece, triples, exact, compute, gram)
@@ -191,7 +192,7 @@ def _standard(x: Tensor, triples: Sequence[Triple]) -> Tensor:
     """Iterate on ``x``: [batch, n, m], n <= m."""
     for a, b, c in triples:
         gram = symmetric_product(x, x.mT)
-        x = _add_product(x, symmetric_product(gram, gram, base=gram, beta=b, alpha=c), a)
+        x = add_product(x, symmetric_product(gram, gram, base=gram, beta=b, alpha=c), a)
     return x
 
 
@@ -216,11 +217,3 @@ def _gram(x: Tensor, triples: Sequence[Triple]) -> Tensor:
         else:
             gram = symmetric_product(symmetric_product(gram, factor), factor)
     return x if product is None else matrix_product(product, x)
-
-
-def _add_product(x: Tensor, factor: Tensor, a: float) -> Tensor:
-    """Return ``a x + factor @ x``; may write into ``factor``."""
-    if not uses_onednn(x):
-        return torch.baddbmm(x, factor, x, beta=a)
-    factor.diagonal(dim1=-2, dim2=-1).add_(a)
-    return matrix_product(factor, x)

@@ -96,9 +96,12 @@ def qk_clip(tau: float) -> Callable[[Tree, Tree, Tree], Tree]:
         float32 [num_heads] of :func:`max_attention_logits`. It applies where nothing between projection and
         logit undoes a scale: not after a normalisation of queries and keys.
 
+    A maximum of inf or NaN has no factor. Where values are visible it raises, which reads one flag from the
+    leaves' device; inside a ``torch.func`` transform the head's weights become NaN.
+
     Raises:
         ValueError: ``tau`` is not above 0; on the call, trees or shapes that do not fit, with the leaf's
-            path.
+            path; a maximum that is inf or NaN, with the leaf's path and the head.
     """
     if not 0.0 < tau < math.inf:
         raise ValueError(f"tau must be a finite number above 0, got {tau}")
@@ -118,6 +121,7 @@ def qk_clip(tau: float) -> Callable[[Tree, Tree, Tree], Tree]:
                     "[..., num_heads * head_dim], [..., num_kv_heads * head_dim] and [num_heads]"
                 )
             pairs.append(_clip_pair(query, key, maximum, num_kv_heads, tau))
+        _check_maxima(q_weights, maxima)
         return (
             _tree.unflatten([query for query, _ in pairs], spec),
             _tree.unflatten([key for _, key in pairs], spec),
@@ -129,6 +133,7 @@ def qk_clip(tau: float) -> Callable[[Tree, Tree, Tree], Tree]:
 def _clip_pair(query: Tensor, key: Tensor, maximum: Tensor, num_kv_heads: int, tau: float) -> tuple[Tensor, Tensor]:
     """Shrink one layer's projections: [..., num_heads * head_dim], [..., num_kv_heads * head_dim]."""
     gamma = torch.where(maximum > tau, tau / maximum, 1.0).float()
+    gamma = torch.where(maximum < math.inf, gamma, math.nan)
     groups = rearrange(gamma, "(kv group) -> kv group", kv=num_kv_heads)
     key_factor = groups.amin(dim=1).sqrt()
     query_factor = (groups / key_factor[:, None]).flatten()
@@ -137,6 +142,22 @@ def _clip_pair(query: Tensor, key: Tensor, maximum: Tensor, num_kv_heads: int, t
         (query * query_factor.repeat_interleave(head_dim)).to(query.dtype),
         (key * key_factor.repeat_interleave(head_dim)).to(key.dtype),
     )
+
+
+def _check_maxima(q_weights: Tree, maxima: list[Tensor]) -> None:
+    """Raise for a maximum that is inf or NaN, where its value can be seen."""
+    if any(x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x) for x in maxima) or not maxima:
+        return
+    # One flag for all leaves: an accelerator is waited for once.
+    if bool(torch.stack([(x < math.inf).all().to(maxima[0].device) for x in maxima]).all()):
+        return
+    for path, maximum in zip(_tree.leaf_paths(q_weights), maxima, strict=True):
+        for head, value in enumerate(maximum.tolist()):
+            if not value < math.inf:
+                raise ValueError(
+                    f"qk_clip: leaf {path!r} has a largest logit of {value} in head {head}; expected a finite number, "
+                    "or -inf for a head without a pair"
+                )
 
 
 def _key_heads(query: Tensor, key: Tensor, maximum: Tensor) -> int | None:

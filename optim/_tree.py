@@ -202,11 +202,14 @@ def check_congruent(
     *,
     dtype: bool = True,
 ) -> list[Any]:
-    """As :func:`flatten_like`, and check that every leaf is a tensor of the shape (and dtype) of its
-    counterpart.
+    """As :func:`flatten_like`, and check that every leaf is a tensor of the shape of its counterpart.
+
+    With ``dtype``, also that it is of its dtype or of a wider floating-point one: float32 gradients of bfloat16
+    parameters are more than was asked for, the reverse has lost something.
 
     Raises:
-        ValueError: structure, shape or dtype differ; the leaf's path and both values are named.
+        ValueError: structure or shape differ, or a dtype does not hold its counterpart's numbers; the leaf's
+            path and both values are named.
     """
     expected = leaves_of(reference)
     leaves = flatten_like(reference, tree, name, reference_name)
@@ -218,10 +221,19 @@ def check_congruent(
             path = leaf_paths(reference)[index]
             shapes = f"{tuple(have.shape)}, {reference_name} have {tuple(want.shape)}"
             raise ValueError(f"{name}: leaf {path!r} has shape {shapes}")
-        if dtype and have.dtype != want.dtype:
+        if dtype and have.dtype != want.dtype and not _is_wider(have.dtype, want.dtype):
             path = leaf_paths(reference)[index]
-            raise ValueError(f"{name}: leaf {path!r} has dtype {have.dtype}, {reference_name} have {want.dtype}")
+            dtypes = f"{have.dtype}, {reference_name} have {want.dtype}"
+            raise ValueError(f"{name}: leaf {path!r} has dtype {dtypes}; expected that or a wider one")
     return leaves
+
+
+def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Return whether a floating-point dtype holds every number of another."""
+    if not (dtype.is_floating_point and other.is_floating_point):
+        return False
+    mine, its = torch.finfo(dtype), torch.finfo(other)
+    return mine.eps <= its.eps and mine.max >= its.max and mine.tiny <= its.tiny
 
 
 def check_floating(params: Tree, user: str) -> None:

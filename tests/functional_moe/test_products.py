@@ -6,6 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from functional_moe import products
+from functional_moe.optim import _matrix_product
 from functional_moe.products import matmul, product
 
 sizes = st.integers(0, 9)
@@ -38,6 +39,26 @@ def test_the_faster_kernel_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1
 
 
+def test_oneDNN_sees_no_strides_that_it_is_slow_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of a transposed matrix, and an expanded one, are copied first."""
+    seen = []
+    real = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *a: seen.extend(a[:2]) or real(*a))
+    x, y = random(100, 200)[:, 50:147].t(), random(89)[:, None].expand(89, 100).t()
+    torch.testing.assert_close(product(x, y), (x.double() @ y.double()).float(), rtol=1e-4, atol=1e-5)
+    assert len(seen) == 2 and all(operand.is_contiguous() for operand in seen)
+
+
+def test_a_product_without_the_rule_keeps_the_derivative_and_the_batch() -> None:
+    """oneDNN has neither, so a caller of the bare product gets torch's."""
+    x, y = random(97, 83).requires_grad_(), random(83, 89, seed=1)
+    (gradient,) = torch.autograd.grad(product(x, y).sum(), x)
+    torch.testing.assert_close(gradient, y.sum(1).expand(97, 83))
+    torch.testing.assert_close(
+        torch.func.vmap(product, (None, 0))(y.t(), x.detach().expand(2, 97, 83).mT)[1], (x @ y).t()
+    )
+
+
 def test_matmul_differentiates_to_second_order(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = random(2, 3, 4, dtype=torch.float64), random(4, 5, seed=1, dtype=torch.float64)
     for argument in (x, weight):
@@ -47,7 +68,7 @@ def test_matmul_differentiates_to_second_order(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gradients_through_the_faster_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_SMALL", 0)
+    monkeypatch.setattr(_matrix_product, "SMALL_PRODUCT", 0)
     x, weight, cotangent = random(3, 7, 6), random(6, 5, seed=1), random(3, 7, 5, seed=2)
     ours = torch.func.vjp(matmul, x, weight)[1](cotangent)
     reference = torch.func.vjp(lambda a, b: matmul(a, b, "reference"), x, weight)[1](cotangent)

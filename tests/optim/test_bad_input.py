@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 
 from functional_moe import optim
 
@@ -40,17 +41,39 @@ def test_gradients_of_another_tree_or_shape(name, grads, message):
         tx.update(grads, tx.init(PARAMS), PARAMS)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "accumulate"])
-def test_gradients_of_another_dtype(name):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("grads", "params"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.float16, torch.bfloat16),  # its largest number is smaller
+        (torch.bfloat16, torch.float16),  # its steps are wider
+        (torch.int32, torch.float32),
+    ],
+)
+def test_gradients_of_a_dtype_that_does_not_hold_the_parameters(name, grads, params):
     tx = OPTIMIZERS[name]
-    with pytest.raises(ValueError, match=r"'layers\.1\.w' has dtype torch\.float64.*torch\.float32"):
-        tx.update(grads_with(torch.ones(3, 4, dtype=torch.float64)), tx.init(PARAMS), PARAMS)
+    tree = pytree.tree_map(lambda x: x.to(params), PARAMS)
+    wrong = pytree.tree_map(lambda x: x, tree)
+    wrong["layers"][1]["w"] = wrong["layers"][1]["w"].to(grads)
+    with pytest.raises(ValueError, match=rf"'layers\.1\.w' has dtype {grads}.*{params}"):
+        tx.update(wrong, tx.init(tree), tree)
 
 
-def test_accumulate_refuses_another_dtype():
-    tx = OPTIMIZERS["accumulate"]
-    with pytest.raises(ValueError, match=r"'layers\.1\.w' has dtype torch\.bfloat16.*torch\.float32"):
-        tx.update(grads_with(torch.ones(3, 4, dtype=torch.bfloat16)), tx.init(PARAMS), PARAMS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("grads", "params"),
+    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float64, torch.float32)],
+)
+def test_gradients_of_a_wider_dtype_are_welcome(name, grads, params):
+    tx = OPTIMIZERS[name]
+    tree = pytree.tree_map(lambda x: x.to(params), PARAMS)
+    updates, _ = tx.update(pytree.tree_map(lambda x: x.to(grads), PARAMS), tx.init(tree), tree)
+    same, _ = tx.update(tree, tx.init(tree), tree)  # ones, which every dtype holds
+    for new, old in zip(pytree.tree_leaves(updates), pytree.tree_leaves(same), strict=True):
+        assert new.dtype.itemsize >= 4
+        torch.testing.assert_close(new.float(), old.float(), rtol=1e-2, atol=0)  # sgd's follow the gradients: bf16
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "muon"])
@@ -86,6 +109,8 @@ def test_apply_updates_and_scalings_check_too():
         (AXES, (4,), r"leaf 'block\.w' of shape \(4,\) has no matrix"),
         (optim.MatrixAxes(2, 0), (3, 4), r"leaf 'block\.w' of shape \(3, 4\) has no axis out=2"),
         (optim.MatrixAxes(0, -3), (3, 4), r"leaf 'block\.w' .* has no axis in_=-3"),
+        (AXES, (0, 8), r"leaf 'block\.w' of shape \(0, 8\) has empty matrices: axis in_ has length 0"),
+        (AXES, (2, 8, 0), r"leaf 'block\.w' of shape \(2, 8, 0\) has empty matrices: axis out has length 0"),
         (optim.MatrixAxes(1, -1), (3, 4), r"out=1 and in_=-1 are one axis"),
         (optim.MatrixAxes(-1, -2, out_blocks=3), (3, 4), "out_blocks=3 does not divide the axis of length 4"),
         (optim.MatrixAxes(-1, -2, out_blocks=(2, 3)), (3, 4), r"\(2, 3\) add up to 5, the axis has length 4"),

@@ -115,8 +115,17 @@ def test_accumulate_sums_in_float32():
     state = tx.init(params)
     for value in (256.0, 1.0, 1.0, 1.0):
         updates, state = tx.update({"w": torch.full((1,), value, dtype=torch.bfloat16)}, state, params)
-    assert float(updates["w"].float()) == -64.75 or float(updates["w"].float()) == -65.0
+    # A mean in bfloat16 would be 65.
+    assert float(updates["w"]) == -64.75 and updates["w"].dtype == torch.float32
     assert float(state.total["w"]) == 0.0
+
+
+def test_updates_of_accumulate_have_one_dtype():
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        params = {"w": torch.ones(2, dtype=dtype)}
+        tx = optim.accumulate(optim.sgd(1.0), 2)
+        between, state = tx.update(params, tx.init(params), params)
+        assert between["w"].dtype == tx.update(params, state, params)[0]["w"].dtype == expected
 
 
 def test_rates_are_read_from_the_state_and_can_be_set():

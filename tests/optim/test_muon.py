@@ -236,3 +236,10 @@ def test_torch_muon_agrees_where_the_definitions_do(exact, monkeypatch):
             for name, p in theirs.items():
                 step = p.detach() - before[name]
                 assert float((updates[name] - step).norm() / step.norm()) < (1e-5 if exact else 3e-2)
+
+
+def test_a_stack_of_no_matrices_has_no_update():
+    params = {"experts": torch.ones(0, 4, 8), "w": torch.ones(4, 8)}
+    tx = optim.muon(0.1, optim.MatrixAxes(-1, -2))
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["experts"].shape == (0, 4, 8)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from functional_moe import optim
-from functional_moe.optim._matrix_product import symmetric_product
+from functional_moe.optim._matrix_product import matrix_product, symmetric_product
 
 SCHEMES = {"keller_jordan": (optim.KELLER_JORDAN, 5), "polar_express": (optim.POLAR_EXPRESS, 5)}
 LONG = {**SCHEMES, "polar_express_8": (optim.POLAR_EXPRESS, 8)}
@@ -145,6 +145,26 @@ def test_empty_and_input_unchanged():
     before, version = x.clone(), x._version
     optim.newton_schulz(x)
     assert torch.equal(x, before) and x._version == version
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize(("n", "small"), [(64, True), (128, True), (136, False), (192, False)])
+def test_small_matrices_are_multiplied_in_stacks_and_large_ones_by_onednn(n, small, method, monkeypatch):
+    calls = []
+    real = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *a: calls.append(a) or real(*a))
+    x = torch.randn(5, n, n, generator=torch.Generator().manual_seed(n))
+    # float32 against float64; five steps amplify rounding in small singular values about a thousandfold.
+    exact = optim.newton_schulz(x.double(), method=method).float()
+    assert not calls
+    torch.testing.assert_close(optim.newton_schulz(x, method=method), exact, rtol=0, atol=1e-4)
+    assert (not calls) == small
+
+
+@pytest.mark.parametrize("shapes", [((0, 200, 300), (0, 300, 200)), ((2, 200, 0), (2, 0, 200)), ((0, 300), (300, 200))])
+def test_products_of_nothing(shapes):
+    x, y = (torch.ones(shape) for shape in shapes)
+    assert torch.equal(matrix_product(x, y), x @ y)
 
 
 @pytest.mark.parametrize("n", [1, 127, 256, 300, 517, 1100])

@@ -133,3 +133,21 @@ def test_bad_logit_arguments(arguments, message):
     k = arguments.pop("k", torch.ones(1, 3, 5, 6))
     with pytest.raises(ValueError, match=message):
         optim.max_attention_logits(q, k, **arguments)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_maximum_that_has_no_factor_raises_with_its_leaf_and_head(value):
+    weights = {"a": torch.ones(4, 6), "b": torch.ones(4, 6)}
+    logits = {"a": torch.tensor([1.0, 2.0, -math.inf]), "b": torch.tensor([9.0, value, 1.0])}
+    with pytest.raises(ValueError, match=rf"leaf 'b' has a largest logit of {value} in head 1"):
+        optim.qk_clip(5.0)(weights, weights, logits)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_inside_a_transform_such_a_head_becomes_nan_and_no_other(value):
+    q, k = torch.ones(4, 6), torch.ones(4, 6)
+    logits = torch.tensor([[9.0, value, 1.0]])
+    new_q, new_k = torch.func.vmap(lambda maximum: optim.qk_clip(5.0)(q, k, maximum))(logits)
+    for new in (new_q[0], new_k[0]):
+        assert new[:, 2:4].isnan().all()
+        assert new[:, :2].isfinite().all() and torch.equal(new[:, 4:], torch.ones(4, 2))
