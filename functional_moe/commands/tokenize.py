@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.console import Console
 
 from ..data import find_sources, load_tokenizer, standard_library
 from ..data import tokenize as write_tokens
@@ -32,6 +33,13 @@ def tokenize(settings: TokenizeSettings) -> int:
     """Writes the file and says what is in it."""
     tokenizer = load_tokenizer(settings.tokenizer, settings.separator_token)
     sources = find_sources(settings.paths) if settings.paths else standard_library()
-    summary = write_tokens(sources, settings.out, tokenizer, text_field=settings.text_field)
+    with Console(stderr=True).status("tokenising") as status:
+        summary = write_tokens(
+            sources,
+            settings.out,
+            tokenizer,
+            text_field=settings.text_field,
+            progress=lambda documents: status.update(f"tokenising: {documents:,} documents"),
+        )
     print(f"{settings.out}: {summary}, vocabulary {tokenizer.vocab_size}")
     return 0

@@ -1,8 +1,9 @@
 """Text as batches: sources, tokenizers, tokenised files, and windows as a pure function of seed and step.
 
->>> data = load(None, cache="run")                                                # the standard library, as
-bytes >>> batch = batch_at(data.train, step=0, batch_size=8, seq_len=256, seed=0)       # tokens, targets,
-segment_ids
+>>> data = load(None, cache="run")  # the standard library, as bytes
+>>> batch = batch_at(data.train, step=0, batch_size=8, seq_len=256, seed=0)
+>>> sorted(batch)
+['segment_ids', 'targets', 'tokens']
 """
 
 from ._binary import Header, TokenDocument, TokenFile, open_tokens, write_tokens

@@ -76,7 +76,7 @@ def batch_at(
     rows = batch_size // world_size
     first_row = step * batch_size + rank * rows
     windows = _window_numbers(corpus, np.arange(first_row, first_row + rows), seq_len, seed)
-    return _stack([_batch(corpus, int(window) * seq_len, 1, seq_len, seed) for window in windows])
+    return _stack([_row(corpus, int(window) * seq_len, seq_len, seed) for window in windows])
 
 
 def _stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -124,7 +124,7 @@ def windows_for_eval(
     def batches() -> Iterator[dict[str, torch.Tensor]]:
         for first in range(0, count, batch_size):
             yield _stack(
-                [_batch(corpus, window * seq_len, 1, seq_len, None) for window in chosen[first : first + batch_size]]
+                [_row(corpus, window * seq_len, seq_len, None) for window in chosen[first : first + batch_size]]
             )
 
     return batches()
@@ -156,9 +156,9 @@ class _Blocks(NamedTuple):
     starts: NDArray[np.int64]
 
 
-def _batch(corpus: Corpus, position: int, rows: int, seq_len: int, seed: int | None) -> dict[str, torch.Tensor]:
-    """``rows`` windows from stream ``position`` on; ``seed`` None means the stored order, for each epoch."""
-    remaining = rows * seq_len + 1
+def _row(corpus: Corpus, position: int, seq_len: int, seed: int | None) -> dict[str, torch.Tensor]:
+    """The window at stream ``position`` as a batch of one row; ``seed`` None means the stored order, for each epoch."""
+    remaining = seq_len + 1
     tokens, ordinals = [], []
     num_pieces = 0
     while remaining:
@@ -173,13 +173,12 @@ def _batch(corpus: Corpus, position: int, rows: int, seq_len: int, seed: int | N
         position += taken
         remaining -= taken
     stream = torch.from_numpy(np.concatenate(tokens))
-    segments = np.concatenate(ordinals)[:-1].reshape(rows, seq_len)
-    segments = (segments - segments[:, :1] + 1).astype(np.int32)
+    segments = (np.concatenate(ordinals)[:-1] + 1).astype(np.int32)
     return {
-        "tokens": stream[:-1].reshape(rows, seq_len),
+        "tokens": stream[None, :-1],
         # A copy: two views of one storage would surprise whoever changes one of them in place.
-        "targets": stream[1:].clone().reshape(rows, seq_len),
-        "segment_ids": torch.from_numpy(segments),
+        "targets": stream[None, 1:].clone(),
+        "segment_ids": torch.from_numpy(segments)[None],
     }
 
 

@@ -210,7 +210,8 @@ def test_bad_data_is_named(
 
 
 def make_tokenizer(path: Path, words: int) -> Path:
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     vocabulary = {f"word{number}": number for number in range(words)} | {"</s>": words}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="word0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
