@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -68,11 +69,15 @@ def _parse(arguments: Sequence[str]) -> TrainSettings | SampleSettings | InfoSet
 
 
 def _unboxed(text: str) -> str:
-    """The message in one of tyro's boxes, as one line: what stands between its title and its first rule."""
-    lines = [line.strip("│ ") for line in text.splitlines()[1:]]
-    message = " ".join(itertools.takewhile(lambda line: line.strip("─╰╯"), lines))
-    # Where a configuration refused its values, tyro names the place in its own terms.
-    message = re.sub(r"^Error parsing __tyro\S*: ", "", " ".join(message.split()))
+    """The message in one of tyro's boxes, as one line: what stands between its title and the next rule."""
+
+    def is_rule(line: str) -> bool:
+        return not line.strip("│|╭╮╰╯─-+ ")
+
+    lines = itertools.dropwhile(is_rule, text.splitlines()[1:])
+    message = " ".join(line.strip("│| ") for line in itertools.takewhile(lambda line: not is_rule(line), lines))
+    # Where a configuration refused its values, tyro names the class or a place in its own terms.
+    message = re.sub(r"^Error parsing (?!--)\S+: ", "", " ".join(message.split()))
     return f"{message} (--help lists the flags)"
 
 
@@ -101,6 +106,10 @@ def main() -> None:
         status = 2
     except KeyboardInterrupt:
         status = 130
+    except BrokenPipeError:
+        # Whoever read the output has left, as `head` does; Python must not try to flush it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 141
     sys.exit(status)
 
 

@@ -42,7 +42,10 @@ class Totals(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What ``loss_fn`` reports. Each field is a sum that adds over the parts of a step to the step's own value."""
+    """What ``loss_fn`` reports, without gradient: differentiate the loss it returns beside this.
+
+    Each field is a sum that adds over the parts of a step to the step's own value.
+    """
 
     loss: Tensor  # [] nats per predicted token, cross-entropy alone
     aux_loss: Tensor  # [] balance loss, mean over MoE layers; 1.0 when uniform
@@ -56,6 +59,9 @@ def check_batch(batch: Batch, config: MoEConfig) -> None:
         raise ValueError(f"batch: unknown keys {unknown}; it holds {sorted(_BATCH_KEYS)}")
     if missing := sorted({"tokens", "targets"} - set(batch)):
         raise ValueError(f"batch: missing keys {missing}")
+    for key, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"batch[{key!r}] is of type {type(value).__name__}; it must be a torch.Tensor")
     shape = batch["tokens"].shape
     if len(shape) != 2:
         raise ValueError(f"batch['tokens'] has shape {tuple(shape)}; it must be [batch, seq]")

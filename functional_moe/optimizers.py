@@ -79,12 +79,20 @@ class OptimizerSettings:
 
 
 def make_schedule(settings: OptimizerSettings, peak: float, steps: int) -> optim.Schedule:
-    """The rate at each of ``steps`` steps, rising to ``peak`` and falling to zero."""
-    warmup = max(1, round(settings.warmup_fraction * steps))
+    """The rate at each of ``steps`` steps.
+
+    It rises in equal parts, the first step being one of them, to ``peak``, and falls to zero behind the last step.
+    """
+    rise = round(settings.warmup_fraction * steps)
+    first = peak / (rise + 1)
+    warmup = max(1, rise)
+    if rise == 0:
+        first = peak
     if settings.schedule == "cosine":
-        return optim.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1))
+        return optim.warmup_cosine_decay_schedule(first, peak, warmup, max(steps, warmup + 1))
     decay = max(1, round(settings.wsd_decay * steps))
-    return optim.warmup_stable_decay_schedule(peak, warmup, max(0, steps - warmup - decay), decay)
+    stable = max(0, steps - warmup - decay)
+    return optim.warmup_stable_decay_schedule(peak, warmup, stable, decay, init_value=first)
 
 
 def make_optimizer(

@@ -71,6 +71,7 @@ def save_state(path: Path, state: object) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         save_file(tensors, partial)
+        partial.chmod(0o644)  # safetensors makes files that nobody else can read
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)

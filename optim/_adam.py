@@ -246,5 +246,14 @@ def _plain(
         correction = (1.0 / bias_correction(b1, count)).to(torch.float32)
         mean = [correction * m for m in mu]
     square_correction = (1.0 / bias_correction(b2, count)).to(torch.float32)
-    out = [m / (torch.sqrt(v * square_correction + eps_root) + eps) for m, v in zip(mean, nu, strict=True)]
+    out = [m / (_root(v * square_correction + eps_root) + eps) for m, v in zip(mean, nu, strict=True)]
     return out, mu, nu
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root, with derivative 0 where it is 0: an element that never had a gradient does not move.
+
+    Both branches have to be finite, because the derivative of the one not taken is multiplied by 0.
+    """
+    positive = x > 0
+    return torch.where(positive, torch.sqrt(torch.where(positive, x, 1.0)), 0.0)

@@ -56,7 +56,8 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, foreach: bool = T
 
     def init(params: Tree) -> LearningRateState:
         device = _tree.scalar_device(params)
-        rate = torch.as_tensor(initial, dtype=torch.float32).detach().to(device, copy=True)
+        # A copy, not detached: a rate given as a tensor may be what a transform differentiates by.
+        rate = torch.as_tensor(initial, dtype=torch.float32).to(device) + 0
         return LearningRateState(torch.zeros((), dtype=torch.int64, device=device), rate)
 
     def update(updates: Tree, state: LearningRateState, params: Tree | None = None, /) -> tuple[Tree, RateState]:

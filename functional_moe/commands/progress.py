@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +20,15 @@ _LINES = 20
 """Lines a run prints in all where the output is no terminal."""
 
 
+class _Console(Console):
+    """A console whose reader may leave: rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Goes on without printing; Python's own flush at the end finds somewhere to write, too."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Progress:
     """One live line on a terminal; elsewhere a line every twentieth of the run.
 
@@ -26,7 +38,7 @@ class Progress:
     """
 
     def __init__(self, steps: int, flops_per_token: float) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = _Console(highlight=False, soft_wrap=True)
         self._live = Live(console=self._console, auto_refresh=False)
         self._steps = steps
         self._flops_per_token = flops_per_token
@@ -40,8 +52,9 @@ class Progress:
         self.say(f"machine: {matmul_rate / 1e9:,.0f} GFLOP/s in a matrix product")
 
     def say(self, text: str) -> None:
-        """Prints a line above the live one."""
-        self._console.print(text, markup=False)
+        """Prints a line above the live one. A run outlives whoever reads it: a closed or full output is no end."""
+        with contextlib.suppress(OSError):
+            self._console.print(text, markup=False)
 
     def step(self, record: dict[str, Any], seconds: float, bigram: float | None) -> None:
         """Shows a step."""
@@ -60,7 +73,8 @@ class Progress:
             f"{_clock(left)} left{refused}"
         )
         if self._console.is_terminal:
-            self._live.update(Text(line), refresh=True)
+            with contextlib.suppress(OSError):
+                self._live.update(Text(line), refresh=True)
         elif refused or record["step"] % max(1, self._steps // _LINES) == 0 or record["step"] == self._steps:
             self.say(line)
 
@@ -74,6 +88,11 @@ class Progress:
     ) -> None:
         if self._console.is_terminal:
             self._live.stop()
+
+
+def printable(text: str) -> str:
+    """``text`` without the control characters that an untrained model may write to a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _clock(seconds: float) -> str:
@@ -103,7 +122,7 @@ def save_picture(path: Path, records: Sequence[dict[str, Any]], bigram: float | 
         load.plot(steps, values, linewidth=0.8, label=f"MoE layer {layer}")
     load.axhline(1.0, color="0.6", linestyle="--")
     load.set(xlabel="step", ylabel="fullest expert's tokens / mean", title="Expert load")
-    if records and len(records[0]["load_max_over_mean"]) <= 8:
+    if records and 0 < len(records[0]["load_max_over_mean"]) <= 8:
         load.legend()
     figure.savefig(path, dpi=120)
     return True

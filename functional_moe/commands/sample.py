@@ -13,6 +13,7 @@ from ..generate import generate
 from ..model import init_balance
 from ..parameters import abstract
 from ..state_file import load_state
+from .progress import printable
 from .settings import SettingsError, read_settings
 from .train import SETTINGS_FILE, STATE_FILE, read_identity
 
@@ -47,7 +48,12 @@ def sample(settings: SampleSettings) -> int:
         )
     template: dict[str, Any] = {"params": abstract(run.model), "balance": init_balance(run.model)}
     state = load_state(settings.run / STATE_FILE, template, partial=True)
-    prompt = [tokenizer.separator, *map(int, tokenizer.encode(settings.prompt))]
+    try:
+        prompt = [tokenizer.separator, *map(int, tokenizer.encode(settings.prompt))]
+    except UnicodeEncodeError as error:
+        raise SettingsError(f"--prompt {settings.prompt!r} is not UTF-8") from error
+    if not 0 <= settings.seed < 2**63:
+        raise SettingsError(f"--seed {settings.seed}: must lie in 0..2^63 - 1")
     try:
         tokens = generate(
             state["params"],
@@ -62,5 +68,5 @@ def sample(settings: SampleSettings) -> int:
         )
     except ValueError as error:
         raise SettingsError(str(error)) from error
-    print(settings.prompt + tokenizer.decode(tokens))
+    print(printable(settings.prompt + tokenizer.decode(tokens)))
     return 0

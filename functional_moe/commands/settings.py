@@ -82,6 +82,8 @@ class TrainSettings:
                 raise SettingsError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
         if self.max_refused < 1:
             raise SettingsError(f"--max-refused {self.max_refused}: must be at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise SettingsError(f"--seed {self.seed}: must lie in 0..2^63 - 1")
         if self.sample_tokens < 0:
             raise SettingsError(f"--sample-tokens {self.sample_tokens}: must be at least 0")
         if self.stop_after is not None and self.stop_after < 1:
@@ -97,6 +99,17 @@ class TrainSettings:
 
 # What may differ between a run and its continuation: it changes no value the run computes.
 _FREE = frozenset({"out", "resume", "save_every", "stop_after", "max_refused", "sample_tokens"})
+
+
+def resolved(settings: TrainSettings) -> TrainSettings:
+    """The settings with absolute paths to the data, so that a run can be resumed from another folder."""
+    tokenizer = settings.data.tokenizer
+    data = dataclasses.replace(
+        settings.data,
+        paths=tuple(path.absolute() for path in settings.data.paths),
+        tokenizer=None if tokenizer is None else tokenizer.absolute(),
+    )
+    return dataclasses.replace(settings, data=data)
 
 
 def to_json(settings: TrainSettings) -> str:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from ..bigram import MAX_VOCABULARY, fit_bigram
@@ -29,10 +31,11 @@ from ..optimizers import make_optimizer
 from ..parameters import abstract, init
 from ..state_file import StateError, load_state, save_state, write_text, writing
 from ..train_step import StepMetrics, TrainState, init_state, make_train_step
-from .progress import Progress, save_picture
-from .settings import SettingsError, TrainSettings, check_same_run, read_settings, to_json
+from .progress import Progress, printable, save_picture
+from .settings import SettingsError, TrainSettings, check_same_run, read_settings, resolved, to_json
 
 SETTINGS_FILE = "settings.json"
+LOCK_FILE = ".lock"
 DATA_FILE = "data.json"
 STATE_FILE = "state.safetensors"
 METRICS_FILE = "metrics.jsonl"
@@ -74,7 +77,12 @@ class Evaluation(NamedTuple):
 
 def train(settings: TrainSettings) -> int:
     """Runs ``settings``; returns the exit status (0, 1 for a run that gave up, 128 + n when stopped by signal n)."""
-    folder = _folder(settings)
+    settings = resolved(settings)
+    with _claimed(settings) as folder:
+        return _train_in(folder, settings)
+
+
+def _train_in(folder: Path, settings: TrainSettings) -> int:
     tokenizer = load_tokenizer(settings.data.tokenizer, settings.data.separator_token)
     data = load(settings.data.paths, folder, tokenizer=tokenizer, text_field=settings.data.text_field)
     check_vocabulary("the data", data.train.vocab_size, settings.model.vocab_size)
@@ -92,9 +100,11 @@ def train(settings: TrainSettings) -> int:
     with interrupt.noted(), _Log(folder, first_records) as log, progress:
         state, refused = _loop(settings, folder, state, data.train, evaluation, interrupt, log, progress)
     if refused:
+        last = int(state.step)
         progress.say(
-            f"stopped at step {int(state.step)}: the loss or the gradient norm was not finite in "
-            f"{settings.max_refused} steps in a row; the state before them is kept in {folder / STATE_FILE}"
+            f"stopped at step {last}: the loss or the gradient norm was not finite in {settings.max_refused} steps in "
+            f"a row, from step {last - settings.max_refused + 1} on; the state before them is kept in "
+            f"{folder / STATE_FILE}"
         )
         return 1
     if int(state.step) < settings.steps:
@@ -104,28 +114,39 @@ def train(settings: TrainSettings) -> int:
     return 0
 
 
-def _folder(settings: TrainSettings) -> Path:
-    """The run's folder: of the run to resume, or one that holds none yet."""
+@contextlib.contextmanager
+def _claimed(settings: TrainSettings) -> Iterator[Path]:
+    """The run's folder, for this process alone: of the run to resume, or one that holds none yet."""
     if settings.resume:
         if settings.out is None:
             raise SettingsError("--resume: say which run with --out")
         check_same_run(read_settings(settings.out / SETTINGS_FILE), settings)
-        return settings.out
-    folder = settings.out or _next_free(settings.preset)
-    if (folder / SETTINGS_FILE).exists():
-        raise SettingsError(f"--out {folder} already holds a run; choose another folder, or continue it with --resume")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(f"--out {folder}: {error.strerror}; choose a folder that can be written") from error
-    return folder
-
-
-def _next_free(name: str) -> Path:
-    number = 1
-    while (Path("runs") / f"{name}-{number}" / SETTINGS_FILE).exists():
-        number += 1
-    return Path("runs") / f"{name}-{number}"
+        candidates: Iterable[Path] = (settings.out,)
+    elif settings.out is not None:
+        candidates = (settings.out,)
+    else:
+        candidates = (Path("runs") / f"{settings.preset}-{number}" for number in itertools.count(1))
+    for folder in candidates:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(folder / LOCK_FILE, timeout=0)
+            lock.acquire()
+        except Timeout as error:
+            if settings.out is None:
+                continue
+            raise SettingsError(
+                f"--out {folder} is in use by another process; wait for it or choose another"
+            ) from error
+        except OSError as error:
+            raise SettingsError(f"--out {folder}: {error.strerror}; choose a folder that can be written") from error
+        with lock:
+            if settings.resume or not (folder / SETTINGS_FILE).exists():
+                yield folder
+                return
+        if settings.out is not None:
+            raise SettingsError(
+                f"--out {folder} already holds a run; choose another folder, or continue it with --resume"
+            )
 
 
 def _begun(settings: TrainSettings, folder: Path, data: Data) -> TrainState:
@@ -320,6 +341,8 @@ def _tensorboard(folder: Path, steps: int) -> Any:
 
 
 def _read_records(path: Path, steps: int) -> list[dict[str, Any]]:
+    if steps == 0:
+        return []  # a run that was killed before its first step may have no file yet
     try:
         lines = path.read_text(encoding="utf-8").splitlines()[:steps]
         records: list[dict[str, Any]] = [_numbers(json.loads(line)) for line in lines]
@@ -357,7 +380,7 @@ def _finish(
         )
         text = tokenizer.decode(tokens)
         write_text(folder / SAMPLE_FILE, text)
-        progress.say(f"a sample, also in {folder / SAMPLE_FILE}:\n{text}")
+        progress.say(f"a sample, also in {folder / SAMPLE_FILE}:\n{printable(text)}")
     picture = folder / PICTURE_FILE
     with writing(picture):
         drawn = save_picture(picture, records, evaluation.bigram)
@@ -365,4 +388,5 @@ def _finish(
         progress.say(f"picture: {picture}")
     else:
         progress.say("no picture: matplotlib is not installed (the extra 'plot' brings it)")
-    progress.say(f"go on with: functional-moe sample --run {os.fspath(folder)} --prompt 'def '")
+    prompt = "" if settings.data.paths else " --prompt 'def '"
+    progress.say(f"go on with: functional-moe sample --run {os.fspath(folder)}{prompt}")

@@ -75,6 +75,8 @@ def load(
         DataError: Anything is wrong with the data; see ``find_sources``, ``tokenize``, ``open_tokens``,
             ``split``.
     """
+    if isinstance(paths, str | Path):
+        raise DataError(f"paths is {paths!r}: give a list of files and folders")
     sources = find_sources(paths) if paths else standard_library()
     files: list[TokenFile] = []
     if sources.texts:

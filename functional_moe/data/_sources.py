@@ -218,6 +218,8 @@ def _line_text(name: str, line: bytes, position: int, text_field: str) -> str:
         raise DataError(f"{name} is not JSON: {error}") from error
     text = fields.get(text_field) if isinstance(fields, dict) else None
     if not isinstance(text, str):
+        if isinstance(fields, dict) and text_field in fields:
+            raise DataError(f"{name} has {text!r:.50} in the field {text_field!r}, which is no text")
         there = ", ".join(map(repr, fields)) if isinstance(fields, dict) else "no fields"
         raise DataError(f"{name} has no text in the field {text_field!r}; it has {there:.200}")
     try:

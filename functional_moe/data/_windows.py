@@ -273,6 +273,6 @@ def _check_window(corpus: Corpus, seq_len: int, name: str) -> None:
         raise DataError(f"seq_len {seq_len} must be at least 1")
     if corpus.num_tokens < seq_len + 1:
         raise DataError(
-            f"{name} has {corpus.num_tokens} tokens, fewer than one window of seq_len {seq_len} + 1; "
-            f"give more text or a seq_len of at most {corpus.num_tokens - 1}"
+            f"{name} has {corpus.num_tokens} tokens, fewer than one window of seq_len {seq_len} + 1; give more text"
+            + (f" or a seq_len of at most {corpus.num_tokens - 1}" if corpus.num_tokens > 1 else "")
         )

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from functional_moe import __main__ as command_line
 from functional_moe.commands import train as train_module
+from functional_moe.commands.progress import printable
 from functional_moe.data import DataError
 from functional_moe.state_file import StateError
 from functional_moe.train_step import StepMetrics, TrainState
@@ -153,6 +155,7 @@ def test_a_run_whose_steps_are_refused_gives_up_and_names_the_step(
     assert run("train", *SMALL, "--data", text, "--steps", 50, "--max-refused", 4, "--out", out) == 1
     printed = capsys.readouterr().out
     assert "stopped at step 7" in printed
+    assert "from step 4 on" in printed
     assert "4 steps in a row" in printed
     # JSON as others read it has no NaN
     assert [line["loss"] is None for line in records(out)] == [False] * 3 + [True] * 4
@@ -283,6 +286,8 @@ def test_bad_settings_are_named(
     assert "uses no Muon" in message(*adamw)
     assert "decay_fraction = 0.3" in message("--optimizer.schedule", "cosine", "--optimizer.decay-fraction", 0.3)
     assert "--out" in fails(capsys, monkeypatch, "train", "--out")
+    assert "--seed" in message("--seed", 10**30)
+    assert message("--steps", 0).startswith("functional-moe: --steps 0: must be at least 1")
     assert "'tiny'" in message("--preset", "tinny")
     assert "'jupiter-952b'" in fails(capsys, monkeypatch, "info", "--preset", "jupiter")
     assert not (tmp_path / "run").exists()
@@ -339,6 +344,61 @@ def test_resuming_with_other_settings_names_each(
     assert run(*resume, "--seed", 0, "--save-every", 1, "--max-refused", 3) == 0
 
 
+def test_a_folder_serves_one_process(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "runs" / "tiny-1"
+    out.mkdir(parents=True)
+    with FileLock(out / ".lock"):
+        common = ["train", *SMALL, "--data", text, "--steps", 1]
+        assert "in use by another process" in fails(capsys, monkeypatch, *common, "--out", out)
+        assert run(*common) == 0  # takes the next free one
+    assert [path.name for path in sorted((tmp_path / "runs").iterdir()) if (path / "settings.json").exists()] == [
+        "tiny-2"
+    ]
+
+
+def test_a_run_killed_before_its_first_step_resumes(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "run"
+    assert run("train", *SMALL, "--data", text, "--steps", 2, "--stop-after", 1, "--out", out) == 0
+    expected = records(out)
+    again = tmp_path / "again"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "measure_matmul_rate", lambda dtype: sys.exit(9))  # the end comes in between
+        with pytest.raises(SystemExit):
+            run("train", *SMALL, "--data", text, "--steps", 2, "--out", again)
+    assert not (again / "metrics.jsonl").exists()
+    assert run("train", "--out", again, "--resume", "--stop-after", 1) == 0
+    assert records(again) == expected
+
+
+def test_a_run_resumes_from_another_working_directory(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("train", *SMALL, "--data", "text", "--steps", 2, "--stop-after", 1, "--out", "run") == 0
+    (tmp_path / "run").rename(tmp_path / "moved")
+    monkeypatch.chdir("/")
+    assert run("train", "--out", tmp_path / "moved", "--resume") == 0
+
+
+def test_a_reader_who_leaves_ends_no_run(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "functional_moe", "train", *SMALL, "--data", text, "--steps", "3", "--out", out]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, errors = process.communicate(timeout=120)
+    assert "Traceback" not in errors, errors
+    assert len(records(out)) == 3
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    assert printable("a\tb\n\x1b[2Jc\x07é") == "a\tb\n\ufffd[2Jc\ufffdé"
+
+
 def test_resuming_with_other_data_is_refused(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,6 +448,8 @@ def test_bad_sampling_arguments_are_named(
     assert "temperature = -1.0" in fails(capsys, monkeypatch, *sample, "--temperature", -1.0)
     assert "top_p = 2.0" in fails(capsys, monkeypatch, *sample, "--top-p", 2.0)
     assert "0 new tokens" in fails(capsys, monkeypatch, *sample, "--tokens", 0)
+    assert "--seed" in fails(capsys, monkeypatch, *sample, "--seed", -1)
+    assert "not UTF-8" in fails(capsys, monkeypatch, *sample, "--prompt", "a\udcff")
     assert "the model takes fewer than 2048" in fails(capsys, monkeypatch, *sample, "--prompt", "x" * 3000)
 
 

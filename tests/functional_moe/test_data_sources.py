@@ -82,7 +82,7 @@ def test_each_line_of_a_jsonl_is_a_document(tmp_path: Path) -> None:
             b'{"text": "a"}\n{"body": "b", "id": 1}\n',
             r":2 has no text in the field 'text'; it has 'body', 'id'",
         ),
-        (b'{"text": 5}\n', ":1 has no text in the field 'text'; it has 'text'"),
+        (b'{"text": 5}\n', ":1 has 5 in the field 'text', which is no text"),
         (b'["text"]\n', ":1 has no text in the field 'text'; it has no fields"),
         (b"[" * 100_000, ":1 is not JSON"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', ":2 is not UTF-8 at byte 24 of the file"),

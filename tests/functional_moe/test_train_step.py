@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from functional_moe import optim
 from functional_moe.config import MoEConfig
 from functional_moe.model import Batch, loss_fn
-from functional_moe.optimizers import OptimizerSettings, make_optimizer
-from functional_moe.parameters import init
+from functional_moe.optimizers import OptimizerSettings, make_optimizer, make_schedule
+from functional_moe.parameters import init, labels, matrix_axes
 from functional_moe.train_step import TrainState, init_state, make_train_step
 
 # Sizes that divide nothing, dense and routed layers, every optional part.
@@ -155,7 +155,7 @@ def test_learning_rates_are_reported_by_label() -> None:
     optimizer = make_optimizer(ODD, OptimizerSettings(muon_learning_rate=0.5, adamw_learning_rate=0.25), steps=100)
     state = make_state(optimizer=optimizer)
     step = make_train_step(ODD, optimizer)
-    for _ in range(7):
+    for _ in range(8):
         state, metrics = step(state, make_batch(0))
     rates = {name: float(rate) for name, rate in metrics.learning_rates.items()}
     assert rates == {"embedding": 0.25, "matrix": 0.5, "router": 0.25, "vector": 0.25}
@@ -203,6 +203,56 @@ def test_the_step_can_be_differentiated_by_its_learning_rate() -> None:
     torch.testing.assert_close(torch.func.grad(after)(rate).double(), difference, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_rate_given_to_an_optimizer_can_be_differentiated_by(name: str) -> None:
+    batch = make_batch(0)
+    config = dataclasses.replace(ODD, compute_dtype="float64")
+    params = pytree.tree_map(torch.Tensor.double, init(config, seed=1))
+
+    def after(rate: torch.Tensor) -> torch.Tensor:
+        adamw = optim.adamw(rate if name == "adamw" else 1e-3, foreach=False)
+        muon = optim.muon(rate if name == "muon" else 1e-3, matrix_axes(config), foreach=False)
+        by_label = {"matrix": muon, "embedding": adamw, "router": adamw, "vector": adamw}
+        optimizer = optim.chain(
+            optim.clip_by_global_norm(1.0, foreach=False), optim.partition(by_label, labels(config))
+        )
+        step = make_train_step(config, optimizer, kernels="reference")
+        state, _ = step(init_state(params, optimizer, config), batch)
+        return loss_fn(state.params, state.balance, batch, config, kernels="reference")[0]
+
+    rate, step = torch.tensor(0.01), 2.0**-16
+    difference = (after(rate + step) - after(rate - step)) / (2 * step)
+    assert abs(float(difference)) > 0.1
+    # updates are fp32, so the difference is known to a few thousandths
+    torch.testing.assert_close(torch.func.grad(after)(rate).double(), difference, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_step_of_the_default_optimizer_has_a_finite_gradient(name: str) -> None:
+    """Rows of the embedding that no token looks up never had a gradient: AdamW's root is taken at 0 there."""
+    batch, optimizer = make_batch(0), make_optimizer(ODD, OptimizerSettings(name=name), steps=10, foreach=False)
+    start = make_state(optimizer=optimizer)
+    step = make_train_step(ODD, optimizer, kernels="reference")
+
+    def after(params: object) -> torch.Tensor:
+        state, _ = step(start._replace(params=params), batch)  # type: ignore[arg-type]
+        return loss_fn(state.params, state.balance, batch, ODD, kernels="reference")[0]
+
+    gradient = torch.func.grad(after)(start.params)
+    assert all(bool(leaf.isfinite().all()) for leaf in pytree.tree_leaves(gradient))
+    assert any(bool(leaf.any()) for leaf in pytree.tree_leaves(gradient))
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("schedule", ["wsd", "cosine"])
+def test_every_step_moves_and_the_rates_peak_once_risen(warmup: float, schedule: str) -> None:
+    settings = OptimizerSettings(schedule=schedule, warmup_fraction=warmup, muon_learning_rate=0.5)
+    rates = [float(make_schedule(settings, 0.5, 20)(torch.tensor(count))) for count in range(21)]
+    assert min(rates[:20]) > 0
+    assert max(rates) == rates[round(20 * warmup)] == 0.5
+    assert rates[20] == pytest.approx(0, abs=1e-7)
+
+
 def test_the_default_optimizer_can_be_swept_too() -> None:
     batch, optimizer = make_batch(0), make_optimizer(ODD, OptimizerSettings(), steps=10, foreach=False)
     start = make_state(optimizer=optimizer)
@@ -211,7 +261,6 @@ def test_the_default_optimizer_can_be_swept_too() -> None:
 
     def scaled(scale: torch.Tensor) -> TrainState:
         state = start._replace(params=pytree.tree_map(lambda leaf: leaf * scale, start.params))
-        state, _ = step(state, batch)  # the rate of the very first step is 0
         return step(state, batch)[0]
 
     swept = torch.func.vmap(scaled)(scales)
