@@ -82,5 +82,11 @@ def test_the_readme_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_readmes_commands_exist() -> None:
     commands = set(re.findall(r"^functional-moe (\w+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE))
     assert commands == {"train", "sample", "tokenize", "info"}
-    for script in re.findall(r"python (benchmarks/\w+\.py)", (ROOT / "README.md").read_text()):
+    for script in re.findall(r"python ((?:benchmarks|examples)/\w+\.py)", (ROOT / "README.md").read_text()):
         assert (ROOT / script).exists()
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md"])
+def test_what_a_document_links_to_exists(document: str) -> None:
+    for target in re.findall(r"\]\(([^):#]+)\)", (ROOT / document).read_text()):
+        assert (ROOT / target).exists(), target
