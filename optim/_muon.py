@@ -15,10 +15,10 @@ from torch import Tensor
 
 from . import _tree
 from ._adam import bias_correction, zero_moments
-from ._base import GradientTransformation, chain, checked
+from ._base import EmptyState, GradientTransformation, UpdateFn, chain, checked
 from ._decay import add_decayed_weights
-from ._elementwise import add, cast, check_no_transform, lerp
-from ._learning_rate import ScalarOrSchedule, scale_by_learning_rate
+from ._elementwise import add, cast, check_no_transform, lerp, number
+from ._learning_rate import RateState, ScalarOrSchedule, next_rate, scale_by_learning_rate
 from ._matrix_axes import (
     MatrixAxes,
     ScaleRule,
@@ -194,27 +194,51 @@ def muon(
     Example:
         >>> tx = muon(0.02, axes=MatrixAxes(out=-1, in_=-2), weight_decay=0.1, scale="match_rms")
     """
-    return checked(
-        chain(
-            scale_by_muon(
-                axes,
-                beta,
-                momentum=momentum,
-                nesterov=nesterov,
-                momentum_dtype=momentum_dtype,
-                scale=scale,
-                steps=steps,
-                coefficients=coefficients,
-                dtype=dtype,
-                method=method,
-                orthogonalize=orthogonalize,
-                foreach=foreach,
-            ),
-            add_decayed_weights(weight_decay, mask, foreach=foreach),
-            scale_by_learning_rate(learning_rate, foreach=foreach),
-        ),
-        "muon",
+    direction = scale_by_muon(
+        axes,
+        beta,
+        momentum=momentum,
+        nesterov=nesterov,
+        momentum_dtype=momentum_dtype,
+        scale=scale,
+        steps=steps,
+        coefficients=coefficients,
+        dtype=dtype,
+        method=method,
+        orthogonalize=orthogonalize,
+        foreach=foreach,
     )
+    chained = chain(
+        direction,
+        add_decayed_weights(weight_decay, mask, foreach=foreach),
+        scale_by_learning_rate(learning_rate, foreach=foreach),
+    )
+    if foreach and mask is None and orthogonalize is orthogonalize_here:
+        one = _one_pass(direction.update, learning_rate, weight_decay)
+        return checked(GradientTransformation(chained.init, one), "muon")
+    return checked(chained, "muon")
+
+
+def _one_pass(direction: UpdateFn, learning_rate: ScalarOrSchedule, weight_decay: float) -> UpdateFn:
+    """Return the update of the chain that :func:`muon` is, on its state, without two more copies of every leaf."""
+
+    def update(
+        updates: Tree, state: tuple[ScaleByMuonState, EmptyState, RateState], params: Tree | None = None, /
+    ) -> tuple[Tree, tuple[ScaleByMuonState, EmptyState, RateState]]:
+        muon_state, empty, rate_state = state
+        out, muon_state = direction(updates, muon_state, params)
+        rate, rate_state = next_rate(learning_rate, rate_state)
+        leaves, _ = _tree.flatten(out)
+        check_no_transform([rate, *leaves], "muon")
+        if leaves:
+            # `orthogonalize_here` has made them: nobody else has seen them yet.
+            torch._foreach_mul_(leaves, -number(rate))
+            if weight_decay:
+                decayed = cast(_tree.flatten_like(out, params, "muon: the parameters"), torch.float32)
+                torch._foreach_add_(leaves, decayed, alpha=-number(rate) * weight_decay)
+        return out, (muon_state, empty, rate_state)
+
+    return update
 
 
 def orthogonalize_whole(
