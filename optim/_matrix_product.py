@@ -71,6 +71,13 @@ def symmetric_product(
     count = _blocks(n, x.dtype)
     if count == 1 and not onednn:
         return x @ y if base is None else torch.baddbmm(base, x, y, beta=beta, alpha=alpha)
+    if count == 1 and base is None:
+        return _product_of_rows(x, y.mT)
+    if count == 1 and base is y:
+        # alpha x y + beta y = (alpha x + beta 1) y, when x is square: a pass less over the result.
+        shifted = x * alpha
+        shifted.diagonal(dim1=-2, dim2=-1).add_(beta)
+        return _product_of_rows(shifted, y.mT)
     edges = [n * i // count for i in range(count + 1)]
     out = x.new_empty(x.shape[0], n, n)
     # oneDNN wants the rows of y^T. A y in blocks is exactly symmetric, and its own rows are contiguous. One
