@@ -52,7 +52,9 @@ def make_chain(depth: int, counter: Counter | None = None) -> Chain:
             weight = torch.softmax(scores, -1).gather(-1, choice["index"][..., None])
             out = x + weight * torch.sin(x @ parameters[name]["experts"])
             loss = 0.01 * torch.logsumexp(scores, -1).square().sum() / context["total"]
-            return Result(out, loss, {"choice": choice}, {"count": torch.bincount(choice["index"].flatten(), minlength=3)})
+            return Result(
+                out, loss, {"choice": choice}, {"count": torch.bincount(choice["index"].flatten(), minlength=3)}
+            )
 
         return run
 
