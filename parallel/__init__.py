@@ -15,6 +15,8 @@ from ._collectives import reduce_scatter as reduce_scatter
 from ._collectives import reduce_scatter_start as reduce_scatter_start
 from ._collectives import reduce_to as reduce_to
 from ._collectives import replicate as replicate
+from ._fsdp import ShardedLayers as ShardedLayers
+from ._fsdp import ShardedStore as ShardedStore
 from ._layout import Layout as Layout
 from ._layout import from_local as from_local
 from ._layout import gather as gather

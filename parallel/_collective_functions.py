@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 # torch 2.13 renamed these two and deprecated the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class CollectiveError(RuntimeError):
@@ -88,7 +88,7 @@ class AllGather(Collective):
         out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
         call = Call("all_gather", x, group)
         with call:
-            work = _all_gather_single(out, x, group=group, async_op=pending is not None)
+            work = all_gather_single(out, x, group=group, async_op=pending is not None)
         if pending is not None:
             pending.start(call, work, x)
         return out
@@ -113,7 +113,7 @@ class ReduceScatter(Collective):
         out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
         call = Call("reduce_scatter", x, group)
         with call:
-            work = _reduce_scatter_single(out, x, group=group, async_op=pending is not None)
+            work = reduce_scatter_single(out, x, group=group, async_op=pending is not None)
         if pending is not None:
             pending.start(call, work, x)
         return out

@@ -1,0 +1,147 @@
+"""How a layer's leaves travel: which go by themselves, which share a message, and where each rank's part belongs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import Placement, Shard
+
+from ._layout import local_slices
+
+ALONE = 1 << 18
+"""A leaf of so many elements travels by itself when its parts lie one after the other: then nothing is copied."""
+
+
+class Part(NamedTuple):
+    """One rank's part of a leaf that is being brought together."""
+
+    shape: tuple[int, ...]
+    at: tuple[slice, ...]  # within the leaf as it is computed with
+
+
+class LeafPlan(NamedTuple):
+    """How one leaf travels."""
+
+    gathered: tuple[str, ...]  # the mesh axes along which it is brought together; () when it is whole already
+    replicated: tuple[str, ...]  # the mesh axes that hold copies: its gradient is summed over them
+    shape: tuple[int, ...]  # as it is computed with
+    parts: tuple[Part, ...]  # of the ranks of ``gathered``, the last axis changing fastest
+    rank: int  # this one, among them
+
+    @property
+    def part(self) -> Part:
+        """What this rank has of it."""
+        return self.parts[self.rank]
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the parts are equal runs along the first dimension: one after the other they are the leaf."""
+        return all(part.shape[1:] == self.shape[1:] and part.shape == self.parts[0].shape for part in self.parts)
+
+
+class Packed(NamedTuple):
+    """Leaves that share a message: each rank's parts one after the other."""
+
+    leaves: tuple[int, ...]
+    offsets: tuple[int, ...]  # of each leaf within a rank's share, in elements
+    size: int  # of the largest rank's share, in elements: messages are equal
+
+
+class LayerPlan(NamedTuple):
+    """How one layer travels."""
+
+    leaves: tuple[LeafPlan, ...]
+    alone: tuple[int, ...]
+    packed: Mapping[tuple[tuple[str, ...], torch.dtype], Packed]  # by the axes and the dtype of their gather
+    summed: Mapping[tuple[str, ...], tuple[int, ...]]  # leaves whose gradient is summed over copies, by the axes
+
+
+def plan_leaf(
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    sizes: Mapping[str, int],
+    coordinate: Sequence[int],
+    kept: Sequence[str],
+) -> LeafPlan:
+    """How a leaf is brought together along every axis that splits it, except those of ``kept``.
+
+    Args:
+      shape: of the full leaf.
+      placements: one per mesh axis.
+      sizes: of the mesh axes, outermost first.
+      coordinate: of this rank.
+      kept: mesh axes along which it stays split, as experts do over ``ep``. They neither gather nor reduce.
+    """
+    axes = list(sizes)
+    gathered = [
+        index
+        for index, (axis, placement) in enumerate(zip(axes, placements, strict=True))
+        if isinstance(placement, Shard) and axis not in kept and sizes[axis] > 1
+    ]
+    replicated = tuple(
+        axis
+        for axis, placement in zip(axes, placements, strict=True)
+        if not isinstance(placement, Shard) and axis not in kept and sizes[axis] > 1
+    )
+
+    def extent(place: Sequence[int], dim: int) -> int:
+        part = local_slices(shape, placements, sizes, place)[dim]
+        return int(part.stop - part.start)
+
+    def places(dims: Sequence[int]) -> list[tuple[int, ...]]:
+        """Coordinates like this rank's along all axes but ``dims``."""
+        ranges = [range(sizes[axis]) if index in dims else [coordinate[index]] for index, axis in enumerate(axes)]
+        return list(itertools.product(*ranges))
+
+    def along(dim: int, place: Sequence[int]) -> slice:
+        """Where the part at ``place`` begins and ends along ``dim``, among the gathered parts."""
+        split = [index for index in gathered if placements[index].dim == dim]  # type: ignore[attr-defined]
+        before = 0
+        for other in places(split):
+            # The axes that split other dimensions do not matter to this one.
+            if tuple(other[index] for index in split) == tuple(place[index] for index in split):
+                return slice(before, before + extent(other, dim))
+            before += extent(other, dim)
+        raise ValueError(f"no such place {place}")
+
+    parts = []
+    for place in places(gathered):
+        at = tuple(along(dim, place) for dim in range(len(shape)))
+        parts.append(Part(tuple(part.stop - part.start for part in at), at))
+    whole = tuple(max(part.at[dim].stop for part in parts) for dim in range(len(shape)))
+    own = places(gathered).index(tuple(coordinate))
+    return LeafPlan(tuple(axes[index] for index in gathered), replicated, whole, tuple(parts), own)
+
+
+def plan_layer(leaves: Sequence[LeafPlan], dtypes: Sequence[torch.dtype]) -> LayerPlan:
+    """Large leaves whose parts are stacked go alone, the others together, one message per set of axes and dtype."""
+    alone = tuple(
+        index for index, leaf in enumerate(leaves) if leaf.gathered and leaf.stacked and math.prod(leaf.shape) >= ALONE
+    )
+    together: dict[tuple[tuple[str, ...], torch.dtype], list[int]] = {}
+    summed: dict[tuple[str, ...], list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if leaf.gathered and index not in alone:
+            together.setdefault((leaf.gathered, dtypes[index]), []).append(index)
+        if leaf.replicated:
+            summed.setdefault(leaf.replicated, []).append(index)
+    packed = {}
+    for key, members in together.items():
+        room = [max(math.prod(part.shape) for part in leaves[index].parts) for index in members]
+        packed[key] = Packed(tuple(members), tuple(itertools.accumulate(room, initial=0))[:-1], sum(room))
+    return LayerPlan(tuple(leaves), alone, packed, {axes: tuple(members) for axes, members in summed.items()})
+
+
+def leaf_offsets(plan: LayerPlan, itemsizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Where each gathered leaf lies in a buffer, in bytes, and the bytes of all; leaves that are whole take none."""
+    offsets, end = [], 0
+    for leaf, itemsize in zip(plan.leaves, itemsizes, strict=True):
+        offsets.append(end)
+        if leaf.gathered:
+            size = math.prod(leaf.shape) * itemsize
+            end += -(-size // 256) * 256
+    return tuple(offsets), end
