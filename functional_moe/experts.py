@@ -363,9 +363,9 @@ def routed_experts(
 ) -> Tensor:
     """The weighted sum over each token's experts of their SwiGLU output.
 
-    With expert parallelism over ``ep`` ranks, a rank sends each row that goes to another, at even load ``top_k tokens
-    (ep - 1) / ep`` of them, as ``hidden + 1`` numbers of ``x``'s dtype, and as many outputs of ``hidden`` numbers; in the
-    backward the same again.
+    With expert parallelism a rank sends ``hidden + 1`` numbers of ``x``'s dtype for each row that goes to another rank,
+    at even load ``(ep - 1) / ep`` of ``tokens top_k``, and ``hidden`` for each output that goes home: two messages, and
+    two of the same sizes in the backward.
 
     Args:
       params: ``gate_up`` [experts, hidden, 2 * width] and ``down`` [experts, width, hidden]; with expert parallelism
