@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # forward mode imports it, which may take long: here no collective waits
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
