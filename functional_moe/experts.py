@@ -4,6 +4,9 @@ Each token chooses exactly ``top_k`` experts, so sorting the choices by expert i
 ``tokens * top_k`` rows. Dispatch gathers a token's row for each of its choices; its backward gathers each choice's
 gradient row and sums over the ``top_k``. Combine is the same pair the other way round. Gathers alone are
 deterministic, and several times faster than ``index_put`` with accumulation.
+
+With expert parallelism experts are numbered in the order of the ranks that hold them; then the same sorting puts what
+goes to a rank into one run of rows, which travel there (``parallel.exchange``), and their outputs back.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from einops import einsum
 from torch import Tensor
 
 from .kernels import Kernels, ReverseModeFunction, first_order_kernel
+from .parallel import Exchange, ExpertParallel, axis_size, exchange, exchange_back, plan_exchange
 from .parameters import Params
 from .products import matmul, product, rows_per_shape
 
@@ -28,6 +32,39 @@ class Dispatch(NamedTuple):
     row_of_choice: Tensor  # int64 [tokens, top_k]; the inverse
     choice_of_row: Tensor  # int64 [tokens * top_k]; choices are numbered token * top_k + k
     offsets: Tensor  # int32 [experts]; where each expert's rows end
+
+
+class Decision(NamedTuple):
+    """All that a layer decides of its tokens, without gradient: a residual. Handed back, nothing is decided again.
+
+    Its leaves are tensors alone (not even ``None``), so ``torch.func.vjp(..., has_aux=True)`` hands it out.
+    """
+
+    experts: Tensor  # int64 [tokens, top_k], as the router numbers them
+    dispatch: Dispatch  # with expert parallelism, over experts in the order of ranks
+    exchange: Exchange | tuple[()]  # () where every expert is here
+
+
+def decide(experts: Tensor, num_experts: int, expert_parallel: ExpertParallel | None = None) -> Decision:
+    """What follows from the choices of tokens. With expert parallelism, one small message; see ``plan_exchange``.
+
+    Args:
+      experts: int64 ``[tokens, top_k]``.
+      num_experts: of the layer, on all ranks together.
+      expert_parallel: how they are spread; ``None`` where every expert is here.
+
+    Raises:
+      ValueError: when ``expert_parallel`` is of another number of experts.
+    """
+    if expert_parallel is None:
+        return Decision(experts, plan_dispatch(experts, num_experts), ())
+    group, position = expert_parallel
+    if len(position) != num_experts:
+        raise ValueError(f"expert_parallel spreads {len(position)} experts; the layer has {num_experts}")
+    dispatch = plan_dispatch(position[experts], num_experts)
+    ends = dispatch.offsets.to(torch.int64)
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(axis_size(group), -1)
+    return Decision(experts, dispatch, plan_exchange(counts, group))
 
 
 def plan_dispatch(experts: Tensor, num_experts: int) -> Dispatch:
@@ -297,28 +334,89 @@ def _experts_gradient(
 _fused_experts = first_order_kernel(_experts, _experts_gradient, differentiable=4)
 
 
-def routed_experts(params: Params, x: Tensor, experts: Tensor, weights: Tensor, kernels: Kernels = "fused") -> Tensor:
+def _pack(
+    x: Tensor, weights: Tensor, token_of_row: Tensor, row_of_choice: Tensor, choice_of_row: Tensor
+) -> tuple[Tensor]:
+    """``to_rows(x)`` with ``weights_to_rows(weights)`` as one more column, so that both travel in one message."""
+    packed = x.new_empty(len(token_of_row), x.shape[1] + 1)
+    torch.index_select(x, 0, token_of_row, out=packed[:, :-1])
+    packed[:, -1] = weights.reshape(-1).index_select(0, choice_of_row)
+    return (packed,)
+
+
+def _pack_gradient(
+    cotangent: Tensor, x: Tensor, weights: Tensor, token_of_row: Tensor, row_of_choice: Tensor, choice_of_row: Tensor
+) -> tuple[Tensor, Tensor]:
+    # The column of weights is summed along, because a part of the columns would be copied first.
+    grad_x = F.embedding_bag(row_of_choice, cotangent, mode="sum")[:, :-1]
+    grad_weights = cotangent[:, -1].index_select(0, row_of_choice.reshape(-1))
+    return grad_x, grad_weights.view_as(weights).to(weights.dtype)
+
+
+_packed_rows = first_order_kernel(_pack, _pack_gradient, differentiable=2)
+
+
+def routed_experts(
+    params: Params,
+    x: Tensor,
+    decision: Decision,
+    weights: Tensor,
+    kernels: Kernels = "fused",
+    expert_parallel: ExpertParallel | None = None,
+) -> Tensor:
     """The weighted sum over each token's experts of their SwiGLU output.
 
+    With expert parallelism a rank sends ``hidden + 1`` numbers of ``x``'s dtype for each row that goes to another rank,
+    at even load ``(ep - 1) / ep`` of ``tokens top_k``, and ``hidden`` for each output that goes home: two messages, and
+    two of the same sizes in the backward.
+
     Args:
-      params: ``gate_up`` [experts, hidden, 2 * width] and ``down`` [experts, width, hidden].
+      params: ``gate_up`` [experts, hidden, 2 * width] and ``down`` [experts, width, hidden]; with expert parallelism
+        the ``experts / ep`` of this rank. Their gradient then has the tokens of all ``ep`` ranks.
       x: ``[tokens, hidden]``.
-      experts: int64 ``[tokens, top_k]``.
+      decision: what :func:`decide` returned for these tokens, now or before.
       weights: ``[tokens, top_k]``.
       kernels: ``"reference"`` passes every token through every expert, with weight 0 where it was not chosen.
+      expert_parallel: as it was given to ``decide``.
 
     Returns:
       ``[tokens, hidden]``.
+
+    Raises:
+      ValueError: when the decision is of another number of experts or tokens, or was made with other parallelism.
+      NotImplementedError: for expert parallelism with the reference kernels.
     """
     gate_up, down = params["gate_up"].to(x.dtype), params["down"].to(x.dtype)
+    _check_decision(decision, x, gate_up, kernels, expert_parallel)
+    dispatch, plan = decision.dispatch, decision.exchange
     if kernels == "reference":
         dense = torch.zeros(x.shape[0], gate_up.shape[0], dtype=weights.dtype, device=x.device)
-        dense = dense.scatter(1, experts, weights).to(x.dtype)
+        dense = dense.scatter(1, decision.experts, weights).to(x.dtype)
         hidden = swiglu(einsum(x, gate_up, "n i, e i w -> e n w"), kernels) * dense.t()[..., None]
         out: Tensor = einsum(hidden, down, "e n w, e w o -> n o")
         return out
-    dispatch = plan_dispatch(experts, gate_up.shape[0])
     # down is linear, so the weight may come before it: then the backward needs no expert output, which is the
     # wider tensor, and the weight's gradient is taken over the narrower one.
-    row_weights = weights_to_rows(weights, dispatch).to(x.dtype)
-    return from_rows(_fused_experts(to_rows(x, dispatch), gate_up, down, row_weights, dispatch.offsets), dispatch)
+    if expert_parallel is None or not isinstance(plan, Exchange):
+        row_weights = weights_to_rows(weights, dispatch).to(x.dtype)
+        return from_rows(_fused_experts(to_rows(x, dispatch), gate_up, down, row_weights, dispatch.offsets), dispatch)
+    sent = _packed_rows(x, weights, dispatch.token_of_row, dispatch.row_of_choice, dispatch.choice_of_row)
+    rows, row_weights = exchange(sent, plan, expert_parallel.group, (x.shape[1], 1))
+    outputs = _fused_experts(rows, gate_up, down, row_weights, plan.offsets)
+    return from_rows(exchange_back((outputs,), plan, expert_parallel.group), dispatch)
+
+
+def _check_decision(
+    decision: Decision, x: Tensor, gate_up: Tensor, kernels: Kernels, expert_parallel: ExpertParallel | None
+) -> None:
+    plan = decision.exchange
+    if isinstance(plan, Exchange) != (expert_parallel is not None):
+        made, used = ("with", "without") if expert_parallel is None else ("without", "with")
+        raise ValueError(f"the decision was made {made} expert parallelism and is used {used} it")
+    if expert_parallel is not None and kernels == "reference":
+        raise NotImplementedError("expert parallelism needs the fused kernels; kernels='reference' is for one process")
+    if decision.experts.shape[0] != x.shape[0]:
+        raise ValueError(f"the decision is of {decision.experts.shape[0]} tokens; x has {x.shape[0]}")
+    offsets = plan.offsets if isinstance(plan, Exchange) else decision.dispatch.offsets
+    if offsets.shape[0] != gate_up.shape[0]:
+        raise ValueError(f"the decision is of {offsets.shape[0]} experts on this rank; params hold {gate_up.shape[0]}")

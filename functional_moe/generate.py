@@ -62,7 +62,7 @@ def next_logits(params: Params, balance: Tensor, tokens: Tensor, cache: Cache, p
         seen = Projected(q, cache.keys[index][:, :, :end], cache.values[index][:, :, :end])
         x = x + matmul(attend(seen, mask), layer["attention"]["o"])
         bias = balance[index - config.first_k_dense_replace] if config.is_moe_layer(index) else None
-        x, _ = feed_forward_half(layer, bias, x, valid, config)
+        x = feed_forward_half(layer, bias, x, valid, config).x
     last = head_norm(params, x[:, -1:], config)[:, 0]
     return (last @ head_weight(params, config)).to(torch.promote_types(last.dtype, torch.float32))
 

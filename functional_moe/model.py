@@ -17,9 +17,10 @@ from torch import Tensor
 from .attention import attention_half, make_positions
 from .config import MoEConfig
 from .cross_entropy import IGNORE_INDEX, summed_cross_entropy
-from .experts import feed_forward, routed_experts
+from .experts import Decision, decide, feed_forward, routed_experts
 from .kernels import Kernels, check_kernels
 from .norm import rms_norm
+from .parallel import ExpertParallel
 from .parameters import Params
 from .products import matmul
 from .routing import RouterStats, route, router_stats
@@ -51,6 +52,14 @@ class Metrics(NamedTuple):
     aux_loss: Tensor  # [] balance loss, mean over MoE layers; 1.0 when uniform
     z_loss: Tensor  # [] squared log-sum-exp of the router logits, mean over MoE layers
     counts: Tensor  # int64 [moe_layers, experts]; tokens that chose each expert
+
+
+class FeedForwardHalf(NamedTuple):
+    """What a layer's second half hands out. The last two are ``None`` in a dense layer."""
+
+    x: Tensor  # [batch, seq, hidden]; the residual stream
+    stats: RouterStats | None  # the sums for the router's losses
+    decision: Decision | None  # a residual: a replay takes it back and decides nothing
 
 
 def check_batch(batch: Batch, config: MoEConfig) -> None:
@@ -106,31 +115,41 @@ def embed(params: Params, tokens: Tensor, config: MoEConfig) -> Tensor:
 
 
 def feed_forward_half(
-    params: Params, bias: Tensor | None, x: Tensor, valid: Tensor, config: MoEConfig, kernels: Kernels = "fused"
-) -> tuple[Tensor, RouterStats | None]:
+    params: Params,
+    bias: Tensor | None,
+    x: Tensor,
+    valid: Tensor,
+    config: MoEConfig,
+    kernels: Kernels = "fused",
+    expert_parallel: ExpertParallel | None = None,
+    decision: Decision | None = None,
+) -> FeedForwardHalf:
     """The segment ``x + experts(norm(x))`` of one layer, or its dense form.
 
     Args:
-      params: one layer's tree.
+      params: one layer's tree; with expert parallelism, the experts of this rank.
       bias: fp32 [experts], the layer's row of ``balance``; ``None`` in a dense layer.
       x: [batch, seq, hidden].
       valid: bool [batch, seq].
-
-    Returns:
-      The residual stream, and the sums for the router's losses (``None`` in a dense layer).
+      config: the model.
+      kernels: see ``kernels``.
+      expert_parallel: how the experts are spread over ranks; ``None`` where all are here.
+      decision: what an earlier call decided of the same tokens: it is followed, and returned again.
     """
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps, kernels)
     if bias is None:
-        return x + feed_forward(params["mlp"], normed, kernels), None
+        return FeedForwardHalf(x + feed_forward(params["mlp"], normed, kernels), None, None)
     tokens = normed.flatten(0, 1)
-    routing = route(tokens, params["router"], bias, config, kernels)
-    out = routed_experts(params["experts"], tokens, routing.experts, routing.weights, kernels)
+    routing = route(tokens, params["router"], bias, config, kernels, None if decision is None else decision.experts)
+    if decision is None:
+        decision = decide(routing.experts, config.num_experts, expert_parallel)
+    out = routed_experts(params["experts"], tokens, decision, routing.weights, kernels, expert_parallel)
     if config.num_shared_experts:
         shared = feed_forward(params["shared"], tokens, kernels)
         if config.shared_expert_gate:
             shared = shared * torch.sigmoid(matmul(tokens, params["shared_gate"], kernels))
         out = out + shared
-    return x + out.view_as(x), router_stats(routing, valid, config)
+    return FeedForwardHalf(x + out.view_as(x), router_stats(routing, valid, config), decision)
 
 
 def head_norm(params: Params, x: Tensor, config: MoEConfig, kernels: Kernels = "fused") -> Tensor:
@@ -145,7 +164,12 @@ def head_weight(params: Params, config: MoEConfig) -> Tensor:
 
 
 def forward(
-    params: Params, balance: Tensor, batch: Batch, config: MoEConfig, kernels: Kernels = "fused"
+    params: Params,
+    balance: Tensor,
+    batch: Batch,
+    config: MoEConfig,
+    kernels: Kernels = "fused",
+    expert_parallel: ExpertParallel | None = None,
 ) -> tuple[Tensor, RouterStats]:
     """Runs the chain up to the final normalisation.
 
@@ -153,6 +177,9 @@ def forward(
       params: the parameter tree.
       balance: fp32 [moe_layers, experts], the routers' selection bias.
       batch: see ``Batch``; the targets are not looked at.
+      config: the model.
+      kernels: see ``kernels``.
+      expert_parallel: as in ``loss_fn``.
 
     Returns:
       x: [batch, seq, hidden].
@@ -166,9 +193,10 @@ def forward(
     for index, layer in enumerate(params["layers"]):
         x = attention_half(layer, x, positions, config, kernels)
         bias = balance[index - config.first_k_dense_replace] if config.is_moe_layer(index) else None
-        x, layer_stats = feed_forward_half(layer, bias, x, valid, config, kernels)
-        if layer_stats is not None:
-            stats.append(layer_stats)
+        half = feed_forward_half(layer, bias, x, valid, config, kernels, expert_parallel)
+        x = half.x
+        if half.stats is not None:
+            stats.append(half.stats)
     if stats:
         stacked = RouterStats(*map(torch.stack, zip(*stats, strict=True)))
     else:
@@ -191,6 +219,7 @@ def loss_fn(
     *,
     totals: Totals | None = None,
     kernels: Kernels = "fused",
+    expert_parallel: ExpertParallel | None = None,
 ) -> tuple[Tensor, Metrics]:
     """The training loss, a pure function of everything it depends on.
 
@@ -205,20 +234,23 @@ def loss_fn(
       config: the model.
       totals: the divisors of the whole step; by default ``batch`` is the whole step.
       kernels: ``"fused"``, or ``"reference"`` for transforms other than one reverse-mode derivative.
+      expert_parallel: how the experts are spread over ranks, each of which calls this with its own rows, ``totals`` of
+        the whole step, and of the expert stacks the experts that it holds; ``None`` where all are here.
 
     Returns:
       The loss (a scalar in fp32 or better) and its ``Metrics``.
 
     Raises:
       ValueError: for a batch of other keys, shapes or dtypes, or a balance of another shape.
-      NotImplementedError: from the fused kernels, under a transform they have no rule for.
+      NotImplementedError: from the fused kernels, under a transform they have no rule for; for expert parallelism with
+        the reference kernels.
     """
     check_kernels(kernels)
     check_batch(batch, config)
     check_balance(balance, config)
     if totals is None:
         totals = count_totals(batch)
-    x, stats = forward(params, balance, batch, config, kernels)
+    x, stats = forward(params, balance, batch, config, kernels, expert_parallel)
     cross_entropy = summed_cross_entropy(
         x.flatten(0, 1),
         head_weight(params, config),

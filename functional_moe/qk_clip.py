@@ -45,7 +45,7 @@ def attention_maxima(params: Params, balance: Tensor, batch: Batch, config: MoEC
             maxima.append(optim.max_attention_logits(q, k, segment_ids=documents, block=block))
             x = attention_half(layer, x, positions, config)
             bias = balance[index - config.first_k_dense_replace] if config.is_moe_layer(index) else None
-            x, _ = feed_forward_half(layer, bias, x, valid, config)
+            x = feed_forward_half(layer, bias, x, valid, config).x
     return torch.stack(maxima)
 
 

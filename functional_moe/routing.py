@@ -57,7 +57,14 @@ def select(scores: Tensor, bias: Tensor, config: MoEConfig) -> Tensor:
     return biased.topk(config.num_experts_per_tok, dim=-1).indices
 
 
-def route(x: Tensor, router: Tensor, bias: Tensor, config: MoEConfig, kernels: Kernels = "fused") -> Routing:
+def route(
+    x: Tensor,
+    router: Tensor,
+    bias: Tensor,
+    config: MoEConfig,
+    kernels: Kernels = "fused",
+    experts: Tensor | None = None,
+) -> Routing:
     """Routes normalised tokens, in fp32 whatever the compute dtype.
 
     Args:
@@ -66,11 +73,21 @@ def route(x: Tensor, router: Tensor, bias: Tensor, config: MoEConfig, kernels: K
       bias: fp32 ``[experts]``, the selection bias; it never reaches a weight or a gradient.
       config: the model.
       kernels: see ``kernels``.
+      experts: int64 ``[tokens, top_k]``, a choice made before, which a replay must not make again; then the bias does
+        nothing, and the weights and their gradient are those of this choice.
+
+    Raises:
+      ValueError: for ``experts`` of another shape.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     logits = matmul(x.to(dtype), router, kernels)
     scores = torch.softmax(logits, dim=-1) if config.scoring_func == "softmax" else torch.sigmoid(logits)
-    experts = select(scores, bias, config)
+    if experts is None:
+        experts = select(scores, bias, config)
+    elif experts.shape != (x.shape[0], config.num_experts_per_tok):
+        raise ValueError(
+            f"experts of shape {tuple(experts.shape)} for [tokens, top_k] = {(x.shape[0], config.num_experts_per_tok)}"
+        )
     weights = scores.gather(-1, experts)
     if config.norm_topk_prob:
         # Sigmoid scores can all underflow to 0; the epsilon is DeepSeek-V3's.

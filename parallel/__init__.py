@@ -15,6 +15,15 @@ from ._collectives import reduce_scatter as reduce_scatter
 from ._collectives import reduce_scatter_start as reduce_scatter_start
 from ._collectives import reduce_to as reduce_to
 from ._collectives import replicate as replicate
+from ._expert import Exchange as Exchange
+from ._expert import ExpertParallel as ExpertParallel
+from ._expert import Splits as Splits
+from ._expert import exchange as exchange
+from ._expert import exchange_back as exchange_back
+from ._expert import expert_axes as expert_axes
+from ._expert import expert_parallel as expert_parallel
+from ._expert import experts_of_rank as experts_of_rank
+from ._expert import plan_exchange as plan_exchange
 from ._fsdp import ShardedLayers as ShardedLayers
 from ._fsdp import ShardedStore as ShardedStore
 from ._layout import Layout as Layout

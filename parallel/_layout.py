@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -169,7 +170,7 @@ def unshard(tree: Tree) -> Tree:
     return gather(local(tree), layout_of(tree))
 
 
-def gather(tree: Tree, layout: Layout) -> Tree:
+def gather(tree: Tree, layout: Layout, keep: Tree | None = None) -> Tree:
     """Local shards to full tensors, as parameters enter a computation: ``A[I_Y, J] -> A[I, J]``.
 
     Differentiable to any order, under the transforms that :mod:`._collectives` has. A gradient has the placements of
@@ -179,28 +180,57 @@ def gather(tree: Tree, layout: Layout) -> Tree:
     Args:
       tree: this rank's shards.
       layout: of the tree.
+      keep: for each leaf, a ``frozenset`` of the mesh axes over which it stays split, and its gradient unreduced,
+        because the computation itself is split over them: ``expert_axes(declared)``. None when not given.
 
     Raises:
-      ValueError: when tree and layout differ; the leaf is named.
+      ValueError: when the trees differ, a leaf is to keep an axis that does not split it, or one that splits a
+        dimension unevenly together with others; the leaf is named.
     """
     sizes, coordinate = axis_sizes(layout.mesh), _coordinate(layout.mesh)
+    keep = map_leaves(lambda path, leaf: frozenset(), tree, "the tree") if keep is None else keep
 
-    def join(path: str, leaf: Tensor, placements: Placements, shape: torch.Size) -> Tensor:
+    def join(path: str, leaf: Tensor, placements: Placements, shape: torch.Size, kept: frozenset[str]) -> Tensor:
+        even = _dims_kept(path, placements, shape, kept, sizes)
         # The innermost axis was split last.
         for index, (axis, placement) in reversed(list(enumerate(zip(sizes, placements, strict=True)))):
+            if axis in kept:
+                continue
             group = layout.mesh.get_group(axis)
             if not isinstance(placement, Shard):
                 leaf = replicate(leaf, group)
                 continue
             outer = dict(list(sizes.items())[:index])
             held = local_slices(shape, placements[:index], outer, coordinate[:index])[placement.dim]
+            rows = None if placement.dim in even else chunk_sizes(held.stop - held.start, sizes[axis])
             try:
-                leaf = all_gather(leaf, group, placement.dim, chunk_sizes(held.stop - held.start, sizes[axis]))
+                leaf = all_gather(leaf, group, placement.dim, rows)
             except ValueError as error:
                 raise ValueError(f"leaf {path!r} with {placements}: {error}") from error
         return leaf
 
-    return map_leaves(join, tree, "the tree", *_parts(layout))
+    return map_leaves(join, tree, "the tree", *_parts(layout), ("the kept axes", keep))
+
+
+def _dims_kept(
+    path: str, placements: Placements, shape: torch.Size, kept: frozenset[str], sizes: Mapping[str, int]
+) -> set[int]:
+    """The dimensions that stay split over a kept axis, of which every rank must hold as many rows."""
+    dims = set()
+    by_axis = dict(zip(sizes, placements, strict=True))
+    for axis in kept:
+        if sizes.get(axis) == 1:
+            continue
+        placement = by_axis.get(axis)
+        if not isinstance(placement, Shard):
+            raise ValueError(f"leaf {path!r} is to stay split over {axis!r}, which does not split it: {by_axis}")
+        parts = math.prod(sizes[other] for other in sizes if by_axis[other] == placement)
+        if shape[placement.dim] % parts:
+            raise ValueError(
+                f"leaf {path!r} of shape {tuple(shape)} cannot stay split over {axis!r}: its {parts} parts are uneven"
+            )
+        dims.add(placement.dim)
+    return dims
 
 
 def _parts(layout: Layout) -> tuple[tuple[str, Tree], tuple[str, Tree]]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from functional_moe import experts as module
 from functional_moe.experts import (
+    decide,
     feed_forward,
     from_rows,
     plan_dispatch,
@@ -182,15 +183,15 @@ def test_routed_experts_are_a_loop_over_tokens_in_value_and_gradient(path, dtype
     x, weights = random(tokens, hidden, dtype=dtype), random(tokens, top_k, seed=1, dtype=dtype)
     cotangent = random(tokens, hidden, seed=2, dtype=dtype)
 
-    def run(function):
-        value, pull_back = torch.func.vjp(lambda p, a, w: function(p, a, experts, w), params, x, weights)
+    def run(function, choice):
+        value, pull_back = torch.func.vjp(lambda p, a, w: function(p, a, choice, w), params, x, weights)
         return value, pull_back(cotangent)
 
     with pytest.MonkeyPatch.context() as patch:
         if all_at_a_time:
             patch.setattr(module, "_one_by_one", lambda x: False)
-        ours = run(lambda *a: routed_experts(*a, kernels))
-    reference = run(reference_experts)
+        ours = run(lambda *a: routed_experts(*a, kernels), decide(experts, num_experts))
+    reference = run(reference_experts, experts)
     chex.assert_trees_all_close(ours, reference, **TOLERANCE[dtype])
     unused = sorted(set(range(num_experts)) - set(experts.flatten().tolist()))
     for gradient in ours[1][0].values():
@@ -201,7 +202,8 @@ def test_an_expert_without_tokens_may_hold_nan():
     """What no token visits reaches no result: the fused path does not even read it."""
     params = expert_tree(3, 5, 4, torch.float32)
     params["gate_up"][1] = torch.nan
-    out = routed_experts(params, random(2, 5, dtype=torch.float32), torch.tensor([[0], [2]]), torch.ones(2, 1))
+    decision = decide(torch.tensor([[0], [2]]), 3)
+    out = routed_experts(params, random(2, 5, dtype=torch.float32), decision, torch.ones(2, 1))
     assert out.isfinite().all()
 
 
@@ -209,9 +211,10 @@ def test_bf16_experts_stay_close_to_fp32():
     params = expert_tree(4, 16, 8, torch.float32)
     x, weights = random(6, 16, dtype=torch.float32), random(6, 2, seed=1, dtype=torch.float32).softmax(-1)
     experts = torch.tensor([[0, 1], [1, 2], [3, 0], [2, 1], [0, 3], [1, 0]])
-    exact = routed_experts(params, x, experts, weights)
+    decision = decide(experts, 4)
+    exact = routed_experts(params, x, decision, weights)
     for kernels in ("fused", "reference"):
-        half = routed_experts(params, x.bfloat16(), experts, weights, kernels)
+        half = routed_experts(params, x.bfloat16(), decision, weights, kernels)
         assert half.dtype == torch.bfloat16
         # 8 bits of mantissa, three products: a few parts in a hundred of the largest value.
         assert float((half.float() - exact).abs().max() / exact.abs().max()) < 0.03

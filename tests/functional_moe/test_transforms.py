@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from functional_moe.attention import Projected, attend
 from functional_moe.cross_entropy import IGNORE_INDEX, summed_cross_entropy
-from functional_moe.experts import routed_experts
+from functional_moe.experts import decide, routed_experts
 from functional_moe.model import Totals, loss_fn
 
 # fp64: the same sums in another order.
@@ -139,7 +139,7 @@ def test_hessian_of_one_leaf_is_symmetric_and_equals_the_products(problem):
 
 
 TARGETS = torch.tensor([3, IGNORE_INDEX, 0, 2])
-EXPERTS = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]])
+DECISION = decide(torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]]), 3)
 MASK = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
 
 
@@ -175,21 +175,21 @@ PIECES = {
         _heads(),
     ),
     "routed_experts of x": (
-        lambda x, k: routed_experts(_expert_tree(), x, EXPERTS, random(4, 2), k).square().sum(),
+        lambda x, k: routed_experts(_expert_tree(), x, DECISION, random(4, 2), k).square().sum(),
         random(4, 6, seed=1),
     ),
     "routed_experts of weights": (
-        lambda weights, k: routed_experts(_expert_tree(), random(4, 6), EXPERTS, weights, k).square().sum(),
+        lambda weights, k: routed_experts(_expert_tree(), random(4, 6), DECISION, weights, k).square().sum(),
         random(4, 2, seed=1),
     ),
     "routed_experts of gate_up": (
         lambda gate_up, k: (
-            routed_experts(_expert_tree(gate_up=gate_up), random(4, 6), EXPERTS, random(4, 2), k).square().sum()
+            routed_experts(_expert_tree(gate_up=gate_up), random(4, 6), DECISION, random(4, 2), k).square().sum()
         ),
         random(3, 6, 10),
     ),
     "routed_experts of down": (
-        lambda down, k: routed_experts(_expert_tree(down=down), random(4, 6), EXPERTS, random(4, 2), k).square().sum(),
+        lambda down, k: routed_experts(_expert_tree(down=down), random(4, 6), DECISION, random(4, 2), k).square().sum(),
         random(3, 5, 6),
     ),
 }
