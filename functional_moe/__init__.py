@@ -5,6 +5,8 @@ The model and its loss, the training step, and what they are made from. ``functi
 """
 
 from . import optim as optim
+from .chain import logits as logits
+from .chain import loss_fn as loss_fn
 from .config import PRESETS as PRESETS
 from .config import MoEConfig as MoEConfig
 from .config import preset as preset
@@ -15,8 +17,6 @@ from .model import Metrics as Metrics
 from .model import Totals as Totals
 from .model import count_totals as count_totals
 from .model import init_balance as init_balance
-from .model import logits as logits
-from .model import loss_fn as loss_fn
 from .parameters import Params as Params
 from .parameters import abstract as abstract
 from .parameters import init as init

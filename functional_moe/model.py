@@ -1,8 +1,7 @@
-"""The model as a chain of segments, and its loss.
+"""What the model is made of: its batches, and the parts that ``chain`` puts one after the other.
 
-A segment is a pure function over one slice of the parameters with one tensor in and one out: ``embed``, each layer's
-``attention_half`` and ``feed_forward_half``, ``head_norm`` with the loss after it. ``forward`` runs the chain;
-``loss_fn`` is what ``torch.func.grad`` differentiates, and what every other path is tested against.
+Each part is a pure function over one slice of the parameters with one tensor in and one out: ``embed``, each layer's
+``attention_half`` (in ``attention``) and ``feed_forward_half``, and ``head_norm`` with the loss after it.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import attention_half, make_positions
 from .config import MoEConfig
-from .cross_entropy import IGNORE_INDEX, summed_cross_entropy
+from .cross_entropy import IGNORE_INDEX
 from .experts import Decision, decide, feed_forward, routed_experts
-from .kernels import Kernels, check_kernels
+from .kernels import Kernels
 from .norm import rms_norm
 from .parallel import ExpertParallel
 from .parameters import Params
@@ -161,116 +159,6 @@ def head_weight(params: Params, config: MoEConfig) -> Tensor:
     """The output projection [hidden, vocab] in the compute dtype: its own, or the embedding's transpose when tied."""
     weight: Tensor = params["embedding"].t() if config.tie_word_embeddings else params["head"]
     return weight.to(config.dtype)
-
-
-def forward(
-    params: Params,
-    balance: Tensor,
-    batch: Batch,
-    config: MoEConfig,
-    kernels: Kernels = "fused",
-    expert_parallel: ExpertParallel | None = None,
-) -> tuple[Tensor, RouterStats]:
-    """Runs the chain up to the final normalisation.
-
-    Args:
-      params: the parameter tree.
-      balance: fp32 [moe_layers, experts], the routers' selection bias.
-      batch: see ``Batch``; the targets are not looked at.
-      config: the model.
-      kernels: see ``kernels``.
-      expert_parallel: as in ``loss_fn``.
-
-    Returns:
-      x: [batch, seq, hidden].
-      stats: sums over this batch's tokens, stacked over MoE layers.
-    """
-    tokens = batch["tokens"]
-    valid = valid_tokens(batch)
-    x = embed(params, tokens, config)
-    positions = make_positions(tokens.shape[1], batch.get("segment_ids"), config, x)
-    stats = []
-    for index, layer in enumerate(params["layers"]):
-        x = attention_half(layer, x, positions, config, kernels)
-        bias = balance[index - config.first_k_dense_replace] if config.is_moe_layer(index) else None
-        half = feed_forward_half(layer, bias, x, valid, config, kernels, expert_parallel)
-        x = half.x
-        if half.stats is not None:
-            stats.append(half.stats)
-    if stats:
-        stacked = RouterStats(*map(torch.stack, zip(*stats, strict=True)))
-    else:
-        none = x.new_zeros(0, dtype=torch.promote_types(x.dtype, torch.float32))
-        stacked = RouterStats(none, none, torch.zeros_like(balance, dtype=torch.int64))
-    return head_norm(params, x, config, kernels), stacked
-
-
-def logits(params: Params, balance: Tensor, batch: Batch, config: MoEConfig, kernels: Kernels = "fused") -> Tensor:
-    """fp32 logits of every token, [batch, seq, vocab]: for looking at, not for training."""
-    x, _ = forward(params, balance, batch, config, kernels)
-    return (x @ head_weight(params, config)).to(torch.promote_types(x.dtype, torch.float32))
-
-
-def loss_fn(
-    params: Params,
-    balance: Tensor,
-    batch: Batch,
-    config: MoEConfig,
-    *,
-    totals: Totals | None = None,
-    kernels: Kernels = "fused",
-    expert_parallel: ExpertParallel | None = None,
-) -> tuple[Tensor, Metrics]:
-    """The training loss, a pure function of everything it depends on.
-
-    Cross-entropy summed over the predicted tokens, plus the weighted balance and z losses of each MoE layer summed
-    over its tokens, each divided by ``totals``. So the parts of a step add up: over ranks and over microbatches the
-    losses and the gradients of the parts are summed, and nothing is divided again.
-
-    Args:
-      params: the parameter tree.
-      balance: fp32 [moe_layers, experts].
-      batch: see ``Batch``.
-      config: the model.
-      totals: the divisors of the whole step; by default ``batch`` is the whole step.
-      kernels: ``"fused"``, or ``"reference"`` for transforms other than one reverse-mode derivative.
-      expert_parallel: how the experts are spread over ranks, each of which calls this with its own rows, ``totals`` of
-        the whole step, and of the expert stacks the experts that it holds; ``None`` where all are here.
-
-    Returns:
-      The loss (a scalar in fp32 or better) and its ``Metrics``.
-
-    Raises:
-      ValueError: for a batch of other keys, shapes or dtypes, or a balance of another shape.
-      NotImplementedError: from the fused kernels, under a transform they have no rule for; for expert parallelism with
-        the reference kernels.
-    """
-    check_kernels(kernels)
-    check_batch(batch, config)
-    check_balance(balance, config)
-    if totals is None:
-        totals = count_totals(batch)
-    x, stats = forward(params, balance, batch, config, kernels, expert_parallel)
-    cross_entropy = summed_cross_entropy(
-        x.flatten(0, 1),
-        head_weight(params, config),
-        predicted_targets(batch).reshape(-1),
-        chunk=config.loss_chunk_size,
-        kernels=kernels,
-    ) / totals.targets.clamp(min=1)
-    loss = cross_entropy
-    tokens = totals.tokens.clamp(min=1)
-    if config.router_aux_loss_coef:
-        loss = loss + config.router_aux_loss_coef * stats.aux_loss.sum() / tokens
-    if config.router_z_loss_coef:
-        loss = loss + config.router_z_loss_coef * stats.z_loss.sum() / tokens
-    layers = max(1, config.num_moe_layers)
-    return loss, Metrics(
-        loss=cross_entropy.detach(),
-        aux_loss=stats.aux_loss.detach().sum() / tokens / layers,
-        z_loss=stats.z_loss.detach().sum() / tokens / layers,
-        counts=stats.counts,
-    )
 
 
 def init_balance(config: MoEConfig, device: torch.device | str = "cpu") -> Tensor:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .chain import loss_fn
 from .config import MoEConfig
 from .gradient import value_and_grad, value_and_grad_once
 from .kernels import Kernels, check_kernels, inside_transform
-from .model import Batch, Metrics, check_batch, count_totals, init_balance, loss_fn
+from .model import Batch, Metrics, check_batch, count_totals, init_balance
 from .optim import GradientTransformation, apply_updates, global_norm, learning_rates
 from .parameters import Params
 from .routing import update_balance

@@ -21,11 +21,12 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from ..bigram import MAX_VOCABULARY, fit_bigram
+from ..chain import loss_fn
 from ..config import MoEConfig
 from ..data import Corpus, Data, Tokenizer, batch_at, check_vocabulary, load, load_tokenizer, windows_for_eval
 from ..flops import measure_matmul_rate, train_flops_per_token
 from ..generate import generate
-from ..model import Batch, loss_fn
+from ..model import Batch
 from ..optim import GradientTransformation
 from ..optimizers import make_optimizer
 from ..parameters import abstract, init

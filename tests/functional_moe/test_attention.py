@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from functional_moe.attention import Projected, attend, make_positions, project, rotary_tables, rotate
-from functional_moe.model import IGNORE_INDEX, forward, logits, loss_fn
+from functional_moe.chain import logits, loss_fn
+from functional_moe.model import IGNORE_INDEX
 
 # fp64: the same sums in another order, through a few layers.
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -239,6 +240,6 @@ def test_padding_counts_in_no_loss_no_count_and_no_gradient(model, packing, seed
 def test_a_batch_of_one_document_needs_no_segment_ids(model):
     config, params, balance = model
     _, batch = packed_batch(config, [7], 0, 0)
-    with_ids, _ = forward(params, balance, batch, config)
+    with_ids = logits(params, balance, batch, config)
     del batch["segment_ids"]
-    torch.testing.assert_close(with_ids, forward(params, balance, batch, config)[0], **EXACT)
+    torch.testing.assert_close(with_ids, logits(params, balance, batch, config), **EXACT)

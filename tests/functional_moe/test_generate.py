@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from functional_moe.chain import logits
 from functional_moe.config import MoEConfig
 from functional_moe.generate import choose, generate, make_cache, next_logits
-from functional_moe.model import init_balance, logits
+from functional_moe.model import init_balance
 from functional_moe.parameters import init
 
 CONFIG = MoEConfig(

@@ -10,8 +10,8 @@ from torch.autograd import forward_ad
 from torch.func import grad, grad_and_value, jacrev, jvp, vmap
 from torch.utils import _pytree as pytree
 
+from functional_moe.chain import loss_fn
 from functional_moe.gradient import value_and_grad
-from functional_moe.model import loss_fn
 
 # fp64: the same operations, or the same sums in another order.
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

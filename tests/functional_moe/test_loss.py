@@ -14,16 +14,9 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from functional_moe.chain import logits, loss_fn
 from functional_moe.gradient import value_and_grad
-from functional_moe.model import (
-    IGNORE_INDEX,
-    Totals,
-    count_totals,
-    init_balance,
-    logits,
-    loss_fn,
-    valid_tokens,
-)
+from functional_moe.model import IGNORE_INDEX, Totals, count_totals, init_balance, valid_tokens
 from functional_moe.parameters import init
 
 # fp64: the same sums in another order.

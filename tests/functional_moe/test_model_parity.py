@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from functional_moe.chain import logits, loss_fn
 from functional_moe.config import MoEConfig
-from functional_moe.model import IGNORE_INDEX, logits, loss_fn
+from functional_moe.model import IGNORE_INDEX
 from functional_moe.tree import named_leaves
 
 # fp32 models of two or three layers, whose sums run in another order.

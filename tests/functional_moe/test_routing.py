@@ -8,7 +8,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from functional_moe.model import IGNORE_INDEX, count_totals, feed_forward_half, init_balance, loss_fn
+from functional_moe.chain import loss_fn
+from functional_moe.model import IGNORE_INDEX, count_totals, feed_forward_half, init_balance
 from functional_moe.routing import Routing, route, router_stats, select, update_balance
 
 # fp64: the same few dozen terms in another order.

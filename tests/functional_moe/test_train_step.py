@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from functional_moe import optim
+from functional_moe.chain import loss_fn
 from functional_moe.config import MoEConfig
-from functional_moe.model import Batch, loss_fn
+from functional_moe.model import Batch
 from functional_moe.optimizers import OptimizerSettings, make_optimizer, make_schedule
 from functional_moe.parameters import init, labels, matrix_axes
 from functional_moe.train_step import TrainState, init_state, make_train_step

@@ -10,9 +10,10 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from functional_moe.attention import Projected, attend
+from functional_moe.chain import loss_fn
 from functional_moe.cross_entropy import IGNORE_INDEX, summed_cross_entropy
 from functional_moe.experts import decide, routed_experts
-from functional_moe.model import Totals, loss_fn
+from functional_moe.model import Totals
 
 # fp64: the same sums in another order.
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

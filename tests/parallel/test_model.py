@@ -9,8 +9,9 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from functional_moe import parallel
+from functional_moe.chain import loss_fn
 from functional_moe.config import MoEConfig
-from functional_moe.model import Metrics, Totals, init_balance, loss_fn
+from functional_moe.model import Metrics, Totals, init_balance
 from functional_moe.parallel.testing import assert_equivalent
 from functional_moe.parameters import declare, init
 
