@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .kernels import inside_transform
 
@@ -36,34 +35,6 @@ def value_and_grad(function: Callable[[Any], tuple[Tensor, Any]], params: Any) -
     with torch.set_grad_enabled(torch.is_grad_enabled() and _may_be_differentiated(loss)):
         (gradient,) = pull_back(torch.ones_like(loss))
     return loss, auxiliary, gradient
-
-
-def value_and_grad_once(function: Callable[[Any], tuple[Tensor, Any]], params: Any) -> tuple[Tensor, Any, Any]:
-    """``value_and_grad`` for a caller who differentiates nothing further: plain autograd, on copies of the leaves.
-
-    The wrappers of ``torch.func`` cost a few hundredths of a millisecond per operation, and a new class for each call
-    of an ``autograd.Function``: 14 ms of a 255 ms step on two cores. The result has no graph: ``function`` may close
-    over nothing that requires a gradient, and no transform may be running.
-
-    Args:
-      function: ``params -> (loss, auxiliary)``, the loss a scalar, the auxiliary a tree of tensors.
-      params: a tree of floating-point tensors.
-
-    Returns:
-      loss, auxiliary, gradient, all detached; zeros where the loss does not depend on a leaf.
-
-    Raises:
-      NotImplementedError: inside a ``torch.func`` transform.
-    """
-    if inside_transform():
-        raise NotImplementedError("value_and_grad_once inside a torch.func transform; use value_and_grad there")
-    leaves, spec = pytree.tree_flatten(params)
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    with torch.enable_grad():
-        loss, auxiliary = function(pytree.tree_unflatten(leaves, spec))
-        gradient = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    auxiliary = pytree.tree_map(torch.Tensor.detach, auxiliary)
-    return loss.detach(), auxiliary, pytree.tree_unflatten(gradient, spec)
 
 
 def _may_be_differentiated(loss: Tensor) -> bool:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .chain import loss_fn
+from .chain import Microbatch, by_layer, collect_metrics, from_layers, loss_fn, make_chain
 from .config import MoEConfig
-from .gradient import value_and_grad, value_and_grad_once
+from .gradient import value_and_grad
 from .kernels import Kernels, check_kernels, inside_transform
-from .model import Batch, Metrics, check_batch, count_totals, init_balance
+from .memory import Copies, Gathers, ResidentStore, Schedule, execute, make_schedule, verify
+from .model import Batch, Metrics, Totals, check_batch, count_totals, init_balance
 from .optim import GradientTransformation, apply_updates, global_norm, learning_rates
+from .parallel import Layout, all_reduce, axis_group, from_local_parts, local_parts
+from .parallel import global_norm as sharded_norm
 from .parameters import Params
 from .routing import update_balance
+from .sharding import Sharding, make_sharding
 
 
 class TrainState(NamedTuple):
@@ -44,10 +48,10 @@ class StepMetrics(NamedTuple):
 
 
 def init_state(params: Params, optimizer: GradientTransformation, config: MoEConfig) -> TrainState:
-    """The state before the first step."""
-    balance = init_balance(config, params["embedding"].device)
-    step = torch.zeros((), dtype=torch.int64, device=params["embedding"].device)
-    return TrainState(step, params, optimizer.init(params), balance)
+    """The state before the first step. Of DTensors, so that their moments are DTensors too."""
+    device = params["embedding"].device
+    step = torch.zeros((), dtype=torch.int64, device=device)
+    return TrainState(step, params, optimizer.init(params), init_balance(config, device))
 
 
 def microbatches(batch: Batch, count: int) -> list[Batch]:
@@ -63,38 +67,73 @@ def microbatches(batch: Batch, count: int) -> list[Batch]:
     return [{key: parts[key][index] for key in parts} for index in range(count)]
 
 
+class _Sums(NamedTuple):
+    """What one process computes of a step; over the ranks these add."""
+
+    loss: Tensor
+    metrics: Metrics
+    gradient: Params
+
+
 def make_train_step(
     config: MoEConfig,
     optimizer: GradientTransformation,
     *,
+    layout: Layout | None = None,
+    schedule: Schedule | None = None,
+    slabs: Mapping[str, int] | None = None,
+    copies: Copies | None = None,
     accumulate: int = 1,
     kernels: Kernels = "fused",
+    gather_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype = torch.float32,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The step that trains ``config`` with ``optimizer``.
 
     The step counts the predicted tokens of the whole batch first, and every microbatch's losses are divided by
-    that count, so gradients are sums and ``accumulate`` changes nothing but rounding and memory. The selection bias
-    moves once, from the counts of the whole batch. A step whose loss or gradient norm is not finite leaves
-    parameters, optimizer state and balance as they were, counts the batch as consumed, and reports ``finite = False``.
+    that count, so gradients are sums and neither ``accumulate`` nor the number of ranks changes anything but rounding
+    and memory. The selection bias moves once, from the counts of the whole batch. A step whose loss or gradient norm is
+    not finite leaves parameters, optimizer state and balance as they were, counts the batch as consumed, and reports
+    ``finite = False``.
 
     Args:
       config: the model.
-      optimizer: a gradient transformation over the parameter tree.
+      optimizer: a gradient transformation over the parameter tree; of shards, where there is a layout.
+      layout: where the parameters live (``model_layout``). Then the state holds DTensors, every rank of the mesh calls
+        the step, and each brings its own rows of the batch.
+      schedule: when layers are gathered and values moved or recomputed, for ``make_chain(config)``; by default every
+        graph is kept, and with a layout each layer is gathered one layer ahead and released after use.
+      slabs: bytes of the tiers that the schedule offloads to, as ``memory.verify`` reports their peaks.
+      copies: how values get there, see ``memory``.
       accumulate: microbatches per step; must divide the rows of a batch.
       kernels: ``"reference"`` when the step itself is transformed (``vmap`` over learning rates, say).
+      gather_dtype: in which matrices are gathered; by default the compute dtype of ``config``. Routers, norms and
+        biases are gathered in float32.
+      reduce_dtype: in which gradients are summed over ranks.
 
     Returns:
       ``step(state, batch) -> (state, metrics)``; it changes neither argument.
 
     Raises:
-      ValueError: for ``accumulate < 1`` or unknown kernels here; for a batch of other keys, shapes or dtypes, or
-        of rows that ``accumulate`` does not divide, from the step.
+      ValueError: for ``accumulate < 1``, unknown kernels, or a layout or schedule with the reference kernels here; for
+        a batch of other keys, shapes or dtypes, or of rows that ``accumulate`` does not divide, from the step.
+      ScheduleError: for a schedule that does not compute the gradient of this model.
       NotImplementedError: from the step, inside a transform with ``kernels="fused"``.
     """
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ValueError(f"accumulate = {accumulate!r}: must be an integer of at least 1")
     check_kernels(kernels)
-    differentiate = value_and_grad_once if kernels == "fused" else value_and_grad
+    if kernels == "reference":
+        if layout is not None or schedule is not None:
+            raise ValueError(
+                "kernels = 'reference' is for one process and no schedule: transforms have rules for those"
+            )
+        differentiate = _plainly(config)
+        ranks = _ONE_PROCESS
+    else:
+        sharding = None if layout is None else make_sharding(config, layout, gather_dtype, reduce_dtype)
+        differentiate = _by_schedule(config, sharding, schedule, accumulate, slabs, copies)
+        ranks = _ONE_PROCESS_FUSED if layout is None else _ranks_of(layout)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         if kernels == "fused" and (inside_transform() or _requires_grad(state)):
@@ -103,24 +142,16 @@ def make_train_step(
                 "it with kernels='reference', and its optimizer with foreach=False"
             )
         check_batch(batch, config)
-        totals, parts = count_totals(batch), microbatches(batch, accumulate)
+        given = state
+        state = local_parts(given)
+        totals = Totals(*ranks.add(count_totals(batch)))
+        parts = [Microbatch(part, state.balance, totals) for part in microbatches(batch, accumulate)]
+        sums = differentiate(state.params, parts)
+        loss, metrics = ranks.add((sums.loss, sums.metrics))
 
-        def sums(part: Batch) -> tuple[Tensor, Metrics, Params]:
-            return differentiate(
-                lambda params: loss_fn(params, state.balance, part, config, totals=totals, kernels=kernels),
-                state.params,
-            )
-
-        # Every part is a sum already divided by the totals of the whole step: they add.
-        loss, metrics, gradient = functools.reduce(
-            lambda total, part: pytree.tree_map(torch.add, total, sums(part)),
-            parts[1:],
-            sums(parts[0]),
-        )
-
-        grad_norm = global_norm(gradient, foreach=kernels == "fused")
+        grad_norm = ranks.norm(sums.gradient)
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        updates, opt_state = optimizer.update(sums.gradient, state.opt_state, state.params)
         advanced = TrainState(
             state.step,
             apply_updates(state.params, updates, foreach=kernels == "fused"),
@@ -129,7 +160,7 @@ def make_train_step(
         )
         kept = _choose(finite, advanced, state)
         load = metrics.counts.to(torch.float32)
-        return kept._replace(step=state.step + 1), StepMetrics(
+        return from_local_parts(kept._replace(step=state.step + 1), given), StepMetrics(
             loss=metrics.loss,
             aux_loss=metrics.aux_loss,
             z_loss=metrics.z_loss,
@@ -142,6 +173,80 @@ def make_train_step(
         )
 
     return step
+
+
+_Differentiate: TypeAlias = Callable[[Params, list[Microbatch]], _Sums]
+
+
+def _plainly(config: MoEConfig) -> _Differentiate:
+    """By differentiating ``loss_fn``, which transforms can see through."""
+
+    def differentiate(params: Params, parts: list[Microbatch]) -> _Sums:
+        def sums(part: Microbatch) -> _Sums:
+            def loss(params: Params) -> tuple[Tensor, Metrics]:
+                return loss_fn(params, part.balance, part.batch, config, totals=part.totals, kernels="reference")
+
+            return _Sums(*value_and_grad(loss, params))
+
+        # Every part is a sum already divided by the totals of the whole step: they add.
+        return functools.reduce(
+            lambda total, part: pytree.tree_map(torch.add, total, sums(part)), parts[1:], sums(parts[0])
+        )
+
+    return differentiate
+
+
+def _by_schedule(
+    config: MoEConfig,
+    sharding: Sharding | None,
+    schedule: Schedule | None,
+    accumulate: int,
+    slabs: Mapping[str, int] | None,
+    copies: Copies | None,
+) -> _Differentiate:
+    """By running a schedule."""
+    chain = make_chain(config, "fused", None if sharding is None else sharding.expert_parallel)
+    if schedule is None:
+        gathers = None if sharding is None else Gathers(sharding.layers.sizes)
+        schedule = make_schedule(chain, microbatches=accumulate, gathers=gathers)
+    if schedule.microbatches != accumulate:
+        raise ValueError(f"accumulate = {accumulate}; the schedule is for {schedule.microbatches} microbatches")
+    verify(schedule, chain)
+
+    def differentiate(params: Params, parts: list[Microbatch]) -> _Sums:
+        layers = by_layer(params)
+        store = ResidentStore(layers) if sharding is None else sharding.layers.store(layers)
+        done = execute(schedule, chain, store, parts, slabs=slabs, copies=copies)
+        metrics = [collect_metrics(of_part, parts[0].totals, parts[0].balance) for of_part in done.metrics]
+        summed = functools.reduce(lambda total, part: pytree.tree_map(torch.add, total, part), metrics)
+        return _Sums(done.loss, summed, from_layers(done.gradients))
+
+    return differentiate
+
+
+class _Ranks(NamedTuple):
+    """How the ranks of a step come to one value."""
+
+    add: Callable[[Any], Any]  # a tree of scalars and counts, summed over the ranks
+    norm: Callable[[Params], Tensor]  # of a gradient, all of its elements counted once
+
+
+_ONE_PROCESS = _Ranks(lambda tree: tree, functools.partial(global_norm, foreach=False))
+_ONE_PROCESS_FUSED = _Ranks(lambda tree: tree, global_norm)
+
+
+def _ranks_of(layout: Layout) -> _Ranks:
+    group = axis_group(layout.mesh, *(layout.mesh.mesh_dim_names or ()))
+
+    def add(tree: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(tree)
+        # One message: in float64 counts are exact up to 2^53.
+        flat = all_reduce(torch.cat([leaf.reshape(-1).to(torch.float64) for leaf in leaves]), group)
+        parts = flat.split([leaf.numel() for leaf in leaves])
+        summed = [part.view(leaf.shape).to(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
+        return pytree.tree_unflatten(summed, spec)
+
+    return _Ranks(add, lambda gradient: sharded_norm(gradient, layout))
 
 
 def _requires_grad(tree: Any) -> bool:

@@ -28,9 +28,11 @@ from ._fsdp import ShardedLayers as ShardedLayers
 from ._fsdp import ShardedStore as ShardedStore
 from ._layout import Layout as Layout
 from ._layout import from_local as from_local
+from ._layout import from_local_parts as from_local_parts
 from ._layout import gather as gather
 from ._layout import layout_of as layout_of
 from ._layout import local as local
+from ._layout import local_parts as local_parts
 from ._layout import local_slices as local_slices
 from ._layout import make_layout as make_layout
 from ._layout import shard as shard

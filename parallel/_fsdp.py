@@ -26,7 +26,7 @@ from ._collective_functions import Call, all_gather_single, reduce_scatter_singl
 from ._layout import Layout
 from ._mesh import axis_group, axis_sizes
 from ._packing import LayerPlan, Packed, leaf_offsets, plan_layer, plan_leaf
-from ._tree import Tree, is_leaf, zip_leaves
+from ._tree import Tree, map_leaves, zip_leaves
 
 
 class _Layer(NamedTuple):
@@ -54,7 +54,8 @@ class ShardedLayers:
 
         Args:
           layouts: of each layer's tree, all on one mesh.
-          kept: for each leaf the mesh axes along which it stays split, a tuple of names; by default none.
+          kept: for each leaf a ``frozenset`` of the mesh axes along which it stays split (``expert_axes``); by default
+            none.
           gather_dtypes: in which each leaf travels and is computed with; by default float32.
           reduce_dtype: in which gradients are summed over ranks.
 
@@ -73,26 +74,21 @@ class ShardedLayers:
 
     def _plan(self, layout: Layout, kept: Tree | None, dtypes: Tree | None) -> _Layer:
         sizes, coordinate = axis_sizes(self.mesh), tuple(self.mesh.get_coordinate() or ())
-        leaves = [
-            (path, shape, placements)
-            for path, (shape, placements) in zip_leaves(
-                layout.shapes, "the layout's shapes", ("the placements", layout.placements)
-            )
-        ]
-        # Tuples of names and dtypes are no tensors: they are laid beside the leaves by flattening up to those.
-        spec = pytree.tree_structure(layout.shapes, is_leaf=is_leaf)
-        kept_axes = [()] * len(leaves) if kept is None else spec.flatten_up_to(kept)
-        leaf_dtypes = [torch.float32] * len(leaves) if dtypes is None else spec.flatten_up_to(dtypes)
-        plan = plan_layer(
-            [
-                plan_leaf(shape, placements, sizes, coordinate, axes)
-                for (_, shape, placements), axes in zip(leaves, kept_axes, strict=True)
-            ],
-            leaf_dtypes,
-        )
+        none = map_leaves(lambda path, shape: frozenset(), layout.shapes, "the layout's shapes")
+        single = map_leaves(lambda path, shape: torch.float32, layout.shapes, "the layout's shapes")
+        leaves, leaf_dtypes = [], []
+        for _, (shape, placements, axes, dtype) in zip_leaves(
+            layout.shapes,
+            "the layout's shapes",
+            ("the placements", layout.placements),
+            ("the kept axes", none if kept is None else kept),
+            ("the gather dtypes", single if dtypes is None else dtypes),
+        ):
+            leaves.append(plan_leaf(shape, placements, sizes, coordinate, axes))
+            leaf_dtypes.append(dtype)
+        plan = plan_layer(leaves, leaf_dtypes)
         offsets, size = leaf_offsets(plan, [dtype.itemsize for dtype in leaf_dtypes])
-        paths = tuple(leaf_paths(pytree.tree_unflatten([torch.empty(0, device="meta")] * len(leaves), spec)))
-        return _Layer(plan, paths, tuple(leaf_dtypes), offsets, size)
+        return _Layer(plan, tuple(leaf_paths(none)), tuple(leaf_dtypes), offsets, size)
 
     @property
     def sizes(self) -> dict[str, int]:

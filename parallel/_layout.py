@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils import _pytree as pytree
 
 from ._collectives import all_gather, chunk_sizes, replicate
 from ._mesh import axis_sizes
@@ -143,6 +144,25 @@ def local(tree: Tree) -> Tree:
         return _dtensor(path, leaf)._local_tensor
 
     return map_leaves(unwrap, tree, "the tree")
+
+
+def local_parts(tree: Tree) -> Tree:
+    """Any tree with every DTensor replaced by this rank's shard; other leaves, such as counts, as they are."""
+    return pytree.tree_map_only(DTensor, lambda leaf: leaf._local_tensor, tree)
+
+
+def from_local_parts(tree: Tree, like: Tree) -> Tree:
+    """The inverse of :func:`local_parts`: DTensors where ``like``, a congruent tree, has them."""
+
+    def wrap(leaf: Any, template: Any) -> Any:
+        if not isinstance(template, DTensor) or isinstance(leaf, DTensor):
+            return leaf
+        spec = template._spec
+        return DTensor.from_local(
+            leaf, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
+
+    return pytree.tree_map(wrap, tree, like)
 
 
 def layout_of(tree: Tree) -> Layout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,7 +65,7 @@ def plan_leaf(
     placements: Sequence[Placement],
     sizes: Mapping[str, int],
     coordinate: Sequence[int],
-    kept: Sequence[str],
+    kept: Collection[str],
 ) -> LeafPlan:
     """How a leaf is brought together along every axis that splits it, except those of ``kept``.
 
