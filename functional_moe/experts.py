@@ -35,11 +35,14 @@ class Dispatch(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """All that a layer decides of its tokens, without gradient: a residual. Handed back, nothing is decided again."""
+    """All that a layer decides of its tokens, without gradient: a residual. Handed back, nothing is decided again.
+
+    Its leaves are tensors alone (not even ``None``), so ``torch.func.vjp(..., has_aux=True)`` hands it out.
+    """
 
     experts: Tensor  # int64 [tokens, top_k], as the router numbers them
     dispatch: Dispatch  # with expert parallelism, over experts in the order of ranks
-    exchange: Exchange | None  # None where every expert is here
+    exchange: Exchange | tuple[()]  # () where every expert is here
 
 
 def decide(experts: Tensor, num_experts: int, expert_parallel: ExpertParallel | None = None) -> Decision:
@@ -54,7 +57,7 @@ def decide(experts: Tensor, num_experts: int, expert_parallel: ExpertParallel | 
       ValueError: when ``expert_parallel`` is of another number of experts.
     """
     if expert_parallel is None:
-        return Decision(experts, plan_dispatch(experts, num_experts), None)
+        return Decision(experts, plan_dispatch(experts, num_experts), ())
     group, position = expert_parallel
     if len(position) != num_experts:
         raise ValueError(f"expert_parallel spreads {len(position)} experts; the layer has {num_experts}")
@@ -363,9 +366,9 @@ def routed_experts(
 ) -> Tensor:
     """The weighted sum over each token's experts of their SwiGLU output.
 
-    With expert parallelism over ``ep`` ranks, a rank sends each row that goes to another, at even load ``top_k tokens
-    (ep - 1) / ep`` of them, as ``hidden + 1`` numbers of ``x``'s dtype, and as many outputs of ``hidden`` numbers; in the
-    backward the same again.
+    With expert parallelism a rank sends ``hidden + 1`` numbers of ``x``'s dtype for each row that goes to another rank,
+    at even load ``(ep - 1) / ep`` of ``tokens top_k``, and ``hidden`` for each output that goes home: two messages, and
+    two of the same sizes in the backward.
 
     Args:
       params: ``gate_up`` [experts, hidden, 2 * width] and ``down`` [experts, width, hidden]; with expert parallelism
@@ -394,7 +397,7 @@ def routed_experts(
         return out
     # down is linear, so the weight may come before it: then the backward needs no expert output, which is the
     # wider tensor, and the weight's gradient is taken over the narrower one.
-    if plan is None or expert_parallel is None:
+    if expert_parallel is None or not isinstance(plan, Exchange):
         row_weights = weights_to_rows(weights, dispatch).to(x.dtype)
         return from_rows(_fused_experts(to_rows(x, dispatch), gate_up, down, row_weights, dispatch.offsets), dispatch)
     sent = _packed_rows(x, weights, dispatch.token_of_row, dispatch.row_of_choice, dispatch.choice_of_row)
@@ -406,13 +409,14 @@ def routed_experts(
 def _check_decision(
     decision: Decision, x: Tensor, gate_up: Tensor, kernels: Kernels, expert_parallel: ExpertParallel | None
 ) -> None:
-    if (decision.exchange is None) != (expert_parallel is None):
-        made, used = ("without", "with") if decision.exchange is None else ("with", "without")
+    plan = decision.exchange
+    if isinstance(plan, Exchange) != (expert_parallel is not None):
+        made, used = ("with", "without") if expert_parallel is None else ("without", "with")
         raise ValueError(f"the decision was made {made} expert parallelism and is used {used} it")
     if expert_parallel is not None and kernels == "reference":
         raise NotImplementedError("expert parallelism needs the fused kernels; kernels='reference' is for one process")
     if decision.experts.shape[0] != x.shape[0]:
         raise ValueError(f"the decision is of {decision.experts.shape[0]} tokens; x has {x.shape[0]}")
-    offsets = decision.dispatch.offsets if decision.exchange is None else decision.exchange.offsets
+    offsets = plan.offsets if isinstance(plan, Exchange) else decision.dispatch.offsets
     if offsets.shape[0] != gate_up.shape[0]:
         raise ValueError(f"the decision is of {offsets.shape[0]} experts on this rank; params hold {gate_up.shape[0]}")

@@ -66,7 +66,7 @@ def plan_exchange(counts: Tensor, group: ProcessGroup) -> Exchange:
     Sends ``8 (ep - 1) experts_per_rank`` bytes per rank, in one message, and synchronises the host once.
 
     Args:
-      counts: int64 ``[ep, experts_per_rank]``, the rows that this rank has for each expert of each rank; zeros are fine.
+      counts: int64 ``[ep, experts_per_rank]``, this rank's rows for each expert of each rank; zeros are fine.
       group: the ``ep`` ranks.
 
     Raises:
@@ -75,7 +75,9 @@ def plan_exchange(counts: Tensor, group: ProcessGroup) -> Exchange:
     """
     ranks = axis_size(group)
     if counts.ndim != 2 or counts.shape[0] != ranks:
-        raise ValueError(f"plan_exchange: counts of shape {tuple(counts.shape)}; [ep, experts_per_rank] has ep = {ranks}")
+        raise ValueError(
+            f"plan_exchange: counts of shape {tuple(counts.shape)}; [ep, experts_per_rank] has ep = {ranks}"
+        )
     arriving = all_to_all(counts, group)
     send, receive = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
     # What arrives stands in runs by (source, expert). Each run moves as one to its place by (expert, source).
@@ -112,7 +114,9 @@ def exchange(rows: Tensor, plan: Exchange, group: ProcessGroup, widths: Sequence
       CollectiveError: when the group fails.
     """
     if sum(widths) != rows.shape[1]:
-        raise ValueError(f"exchange: widths = {tuple(widths)} add up to {sum(widths)}, rows have {rows.shape[1]} columns")
+        raise ValueError(
+            f"exchange: widths = {tuple(widths)} add up to {sum(widths)}, rows have {rows.shape[1]} columns"
+        )
     arrived = all_to_all(rows, group, plan.splits.send, plan.splits.receive)
     return _SplitRows.apply(arrived, plan.order, plan.inverse, tuple(widths))  # type: ignore[no-any-return]
 
@@ -167,7 +171,9 @@ def experts_of_rank(
     split = tuple(Shard(0) if placement == Shard(dim) else Replicate() for placement in placements)
     splitting = [size if placement == Shard(0) else 1 for size, placement in zip(sizes.values(), split, strict=True)]
     if num_experts % math.prod(splitting):
-        raise ValueError(f"num_experts = {num_experts} is not a multiple of the {math.prod(splitting)} ranks that split it")
+        raise ValueError(
+            f"num_experts = {num_experts} is not a multiple of the {math.prod(splitting)} ranks that split them"
+        )
     table = []
     for rank in range(sizes[axis]):
         # The gather joins along the innermost axis first, so the outermost changes slowest.
@@ -188,7 +194,9 @@ def expert_axes(declared: Tree, axis: str = "ep") -> Tree:
     Returns:
       a tree like ``declared``, of ``frozenset({axis})`` and ``frozenset()``.
     """
-    return map_leaves(lambda path, leaf: frozenset({axis} if "experts" in leaf.axes else ()), declared, "the declaration")
+    return map_leaves(
+        lambda path, leaf: frozenset({axis} if "experts" in leaf.axes else ()), declared, "the declaration"
+    )
 
 
 def expert_parallel(declared: Tree, layout: Layout, axis: str = "ep") -> ExpertParallel | None:
@@ -203,10 +211,12 @@ def expert_parallel(declared: Tree, layout: Layout, axis: str = "ep") -> ExpertP
       ``None`` where ``axis`` has size 1 or there are no experts: then every rank holds all, and nothing travels.
 
     Raises:
-      ValueError: when the trees differ, or a stack's experts are not split by ``axis``, or otherwise than another's; the
+      ValueError: when the trees differ, or a stack's experts are not split by ``axis``, or not as another's are; the
         leaf is named.
     """
     sizes = axis_sizes(layout.mesh)
+    if sizes.get(axis) == 1:
+        return None
     first: tuple[str, Tensor] | None = None
     for path, (leaf, placements) in zip_leaves(declared, "the declaration", ("the placements", layout.placements)):
         if "experts" not in leaf.axes:
@@ -218,8 +228,8 @@ def expert_parallel(declared: Tree, layout: Layout, axis: str = "ep") -> ExpertP
             raise ValueError(f"leaf {path!r}: {error}") from None
         first = first or (path, table)
         if not torch.equal(table, first[1]):
-            raise ValueError(f"leaves {first[0]!r} and {path!r} are not spread alike: {axis!r} ranks hold other experts")
-    if first is None or sizes[axis] == 1:
+            raise ValueError(f"leaves {first[0]!r} and {path!r} do not have the same experts on each {axis!r} rank")
+    if first is None:
         return None
     position = torch.argsort(first[1].flatten()).to(layout.mesh.device_type)
     return ExpertParallel(axis_group(layout.mesh, axis), position)

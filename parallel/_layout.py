@@ -219,13 +219,15 @@ def _dims_kept(
     dims = set()
     by_axis = dict(zip(sizes, placements, strict=True))
     for axis in kept:
+        if sizes.get(axis) == 1:
+            continue
         placement = by_axis.get(axis)
         if not isinstance(placement, Shard):
             raise ValueError(f"leaf {path!r} is to stay split over {axis!r}, which does not split it: {by_axis}")
         parts = math.prod(sizes[other] for other in sizes if by_axis[other] == placement)
         if shape[placement.dim] % parts:
             raise ValueError(
-                f"leaf {path!r} of shape {tuple(shape)} is to stay split over {axis!r}, but its {parts} parts are uneven"
+                f"leaf {path!r} of shape {tuple(shape)} cannot stay split over {axis!r}: its {parts} parts are uneven"
             )
         dims.add(placement.dim)
     return dims

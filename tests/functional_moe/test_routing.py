@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import chex
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from functional_moe.model import IGNORE_INDEX, count_totals, init_balance, loss_fn
+from functional_moe.model import IGNORE_INDEX, count_totals, feed_forward_half, init_balance, loss_fn
 from functional_moe.routing import Routing, route, router_stats, select, update_balance
 
 # fp64: the same few dozen terms in another order.
@@ -132,6 +133,37 @@ def test_ties_are_broken_the_same_way_every_time(make_config):
         assert torch.equal(route(x, router, torch.zeros(64), config).experts, first.experts)
     under_grad = torch.func.vjp(lambda r: route(x, r, torch.zeros(64), config).weights, router)
     assert torch.equal(under_grad[0], first.weights)
+
+
+@pytest.mark.parametrize("zero_router", [False, True])
+def test_a_replay_takes_the_decision_back(zero_router, make_config, make_params):
+    """Bit for bit in value and gradient, though the selection bias would now choose other experts."""
+    config = make_config()
+    layer = make_params(config)["layers"][0]
+    if zero_router:
+        layer["router"] = torch.zeros_like(layer["router"])
+    x, valid = random(2, 8, config.hidden_size, dtype=torch.float32), torch.ones(2, 8, dtype=torch.bool)
+    bias = torch.zeros(config.num_experts)
+
+    def run(bias, decision=None):
+        def half(layer, x):
+            out = feed_forward_half(layer, bias, x, valid, config, decision=decision)
+            return (out.x, out.stats.aux_loss, out.stats.z_loss), (out.stats.counts, out.decision)
+
+        value, pull_back, (counts, made) = torch.func.vjp(half, layer, x, has_aux=True)
+        return (value, counts, pull_back((torch.cos(x), torch.tensor(0.3), torch.tensor(0.2)))), made
+
+    first, decision = run(bias)
+    moved = bias + 100 * torch.arange(config.num_experts)
+    again, same = run(moved, decision)
+    chex.assert_trees_all_equal(again, first)
+    assert torch.equal(same.experts, decision.experts)
+    assert not torch.equal(run(moved)[1].experts, decision.experts)
+
+
+def test_a_choice_of_other_tokens_is_refused(make_config):
+    with pytest.raises(ValueError, match=r"experts of shape \(2, 2\) for \[tokens, top_k\] = \(3, 2\)"):
+        route(torch.ones(3, 1), torch.ones(1, 5), torch.zeros(5), make_config(), experts=torch.tensor([[0, 1]] * 2))
 
 
 def test_collapsed_probability_is_a_single_softmax(make_config):
