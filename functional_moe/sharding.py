@@ -55,8 +55,10 @@ def make_sharding(
     declared = declare(config)
     narrow = config.dtype if gather_dtype is None else gather_dtype
 
+    exact = torch.promote_types(narrow, torch.float32)
+
     def dtype(leaf: Leaf) -> torch.dtype:
-        return narrow if leaf.label in ("matrix", "embedding") else torch.float32
+        return narrow if leaf.label in ("matrix", "embedding") else exact
 
     def is_leaf(node: Any) -> bool:
         return isinstance(node, Leaf)
