@@ -33,7 +33,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .config import MoEConfig
-from .optim import MatrixAxes, path_name
+from .optim import MatrixAxes
+from .parallel import Layout, from_local, held, map_leaves
 
 Label = Literal["matrix", "embedding", "router", "vector"]
 Params = dict[str, Any]
@@ -166,32 +167,46 @@ def count_parameters(config: MoEConfig, *, active: bool = False) -> int:
     return total
 
 
-def init(config: MoEConfig, seed: int, device: torch.device | str = "cpu") -> Params:
+def init(
+    config: MoEConfig, seed: int, device: torch.device | str | None = None, layout: Layout | None = None
+) -> Params:
     """Initial parameters, fp32.
 
     Every matrix is drawn from its own seed, made of ``seed``, the leaf's path and, in an expert stack, the
     expert's number. So the values depend on nothing but those: not on the order of drawing, the mesh, the
-    placement or the world size; and a rank that holds some experts can draw them alone.
+    placement or the world size; and a rank that holds some experts draws those alone.
 
     Args:
       config: the model.
       seed: any integer.
-      device: where the result lies. The numbers are always drawn on the CPU, so that they are the same anywhere.
-    """
+      device: where the result lies; by default the CPU, or the mesh's device. The numbers are always drawn on the CPU,
+        so that they are the same anywhere.
+      layout: where each rank's part lives; then the leaves are DTensors. By default they are whole.
 
-    def draw(path: tuple[Any, ...], leaf: Leaf) -> Tensor:
+    Raises:
+      ValueError: for a layout of other shapes; the leaf is named.
+    """
+    device = device or ("cpu" if layout is None else layout.mesh.device_type)
+
+    def draw(path: str, leaf: Leaf, *placed: Any) -> Tensor:
+        part = tuple(slice(0, size) for size in leaf.shape) if layout is None else held(layout, *placed)
+        shape = tuple(one.stop - one.start for one in part)
         if isinstance(leaf.initializer, Constant):
-            return torch.full(leaf.shape, leaf.initializer.value, dtype=leaf.dtype, device=device)
-        name = path_name(path)
+            return torch.full(shape, leaf.initializer.value, dtype=leaf.dtype, device=device)
+        std = leaf.initializer.std
         if leaf.axes[0] != "experts":
-            return _normal(seed, name, leaf.shape, leaf.initializer.std, leaf.dtype).to(device)
-        stack = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-        for expert, matrix in enumerate(stack):
-            matrix.copy_(_normal(seed, f"{name}[{expert}]", leaf.shape[1:], leaf.initializer.std, leaf.dtype))
+            full = _normal(seed, path, leaf.shape, std, leaf.dtype)
+            return full[part].clone(memory_format=torch.contiguous_format).to(device)
+        stack = torch.empty(shape, dtype=leaf.dtype, device=device)
+        for expert, matrix in zip(range(part[0].start, part[0].stop), stack, strict=True):
+            matrix.copy_(_normal(seed, f"{path}[{expert}]", leaf.shape[1:], std, leaf.dtype)[part[1:]])
         return stack
 
-    tree = pytree.tree_map_with_path(draw, declare(config), is_leaf=lambda node: isinstance(node, Leaf))
-    return tree  # type: ignore[no-any-return]
+    declared = declare(config)
+    if layout is None:
+        return map_leaves(draw, declared, "the declaration")  # type: ignore[no-any-return]
+    others = (("the placements", layout.placements), ("the layout's shapes", layout.shapes))
+    return from_local(map_leaves(draw, declared, "the declaration", *others), layout)  # type: ignore[no-any-return]
 
 
 def _normal(seed: int, name: str, shape: tuple[int, ...], std: float, dtype: torch.dtype) -> Tensor:

@@ -30,6 +30,7 @@ from ._layout import Layout as Layout
 from ._layout import from_local as from_local
 from ._layout import from_local_parts as from_local_parts
 from ._layout import gather as gather
+from ._layout import held as held
 from ._layout import layout_of as layout_of
 from ._layout import local as local
 from ._layout import local_parts as local_parts
@@ -48,3 +49,4 @@ from ._pool import Pool as Pool
 from ._pool import WorkerError as WorkerError
 from ._pool import shared_pool as shared_pool
 from ._pool import spawn as spawn
+from ._tree import map_leaves as map_leaves

@@ -91,6 +91,11 @@ def local_slices(
     return tuple(map(slice, starts, stops))
 
 
+def held(layout: Layout, placements: Placements, shape: Sequence[int]) -> tuple[slice, ...]:
+    """Which part of a full tensor of ``layout`` this rank holds: :func:`local_slices` at its coordinate."""
+    return local_slices(shape, placements, axis_sizes(layout.mesh), _coordinate(layout.mesh))
+
+
 def shard(tree: Tree, layout: Layout) -> Tree:
     """Full tensors to DTensors. Each rank takes its part of what it holds: no communication.
 

@@ -116,3 +116,15 @@ def test_two_steps_equal_those_of_one_process(mesh: tuple[int, int, int], accumu
     expected = two_steps(None, rows, 1, "keep", tied)
     for found in parallel.shared_pool().run(two_steps, ranks, mesh, rows, accumulate, recipe, tied):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
+
+
+def drawn_in_parts(sizes: tuple[int, int, int]) -> Any:
+    config = dataclasses.replace(CONFIG, num_experts=12 if sizes[0] * sizes[1] == 4 else 6)
+    mesh = parallel.make_mesh(*sizes)
+    return config, parallel.unshard(init(config, seed=3, layout=model_layout(config, mesh)))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda sizes: "x".join(map(str, sizes)))
+def test_initial_values_do_not_depend_on_the_mesh(mesh: tuple[int, int, int]) -> None:
+    for config, found in parallel.shared_pool().run(drawn_in_parts, mesh[0] * mesh[1] * mesh[2], mesh):
+        torch.testing.assert_close(found, init(config, seed=3), rtol=0, atol=0)
