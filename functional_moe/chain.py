@@ -79,7 +79,7 @@ def make_chain(config: MoEConfig, kernels: Kernels = "fused", expert_parallel: E
       expert_parallel: how the experts are spread over ranks; ``None`` where all are here.
     """
     check_kernels(kernels)
-    segments = [Segment("embed", ("embed",), _embed(config), "embed")]
+    segments = [Segment("embed", ("embed",), _embed(config), "embed", unread=("embed",))]
     for index in range(config.num_hidden_layers):
         name = f"layers.{index}"
         segments.append(Segment(f"{name}.attention", (name,), _attention(config, name, kernels), "attention"))

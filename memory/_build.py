@@ -257,7 +257,9 @@ def _stays(program: _Program, chain: Chain, gathers: Gathers) -> list[_Use]:
     stays: list[tuple[int, int, str]] = []
     open_stays: dict[str, tuple[int, int]] = {}
     for position, one in enumerate(program.compute):
-        needed = [layer for layer in index[one.segment].layers if layer in gathers.sizes]
+        segment = index[one.segment]
+        read = segment.layers_backward if isinstance(one, Backward) else segment.layers
+        needed = [layer for layer in read if layer in gathers.sizes]
         if gathers.again:
             for layer in [layer for layer in open_stays if layer not in needed]:
                 stays.append((*open_stays.pop(layer), layer))

@@ -44,6 +44,13 @@ class Segment(NamedTuple):
     """Names of what it can hand out, so that replaying it is cheaper."""
     decisions: tuple[str, ...] = ()
     """Those of ``residuals`` that every replay must be given: what must not be decided twice, such as routing."""
+    unread: tuple[str, ...] = ()
+    """Layers whose values the backward does not need, such as an embedding's: they are not gathered for it."""
+
+    @property
+    def layers_backward(self) -> tuple[str, ...]:
+        """Layers whose values the backward needs."""
+        return tuple(layer for layer in self.layers if layer not in self.unread)
 
 
 class Chain(NamedTuple):
@@ -60,7 +67,7 @@ class Chain(NamedTuple):
 
 
 def check_chain(chain: Chain) -> None:
-    """Raises ``ValueError`` for a chain without segments, with two of one name, or decisions that are no residuals."""
+    """Raises ``ValueError`` for a chain without segments, two of one name, or names of nothing."""
     if not chain.segments:
         raise ValueError("a chain needs at least one segment")
     names = [segment.name for segment in chain.segments]
@@ -68,6 +75,8 @@ def check_chain(chain: Chain) -> None:
         if names.count(name) > 1:
             raise ValueError(f"two segments have the name {name!r}")
     for segment in chain.segments:
+        if unknown := sorted(set(segment.unread) - set(segment.layers)):
+            raise ValueError(f"segment {segment.name!r}: the unread layers {unknown} are not among its layers")
         if unknown := sorted(set(segment.decisions) - set(segment.residuals)):
             raise ValueError(f"segment {segment.name!r}: the decisions {unknown} are not among its residuals")
 

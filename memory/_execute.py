@@ -165,7 +165,7 @@ class _Run:
             self.losses[one.microbatch, one.segment] = result.loss
 
     def _backward(self, segment: str, microbatch: int) -> None:
-        for layer in self.index[segment].layers:
+        for layer in self.index[segment].layers_backward:
             self.store.parameters(layer)  # the graph refers to them: they must have arrived
         self._input(segment, microbatch)
         tape = self.tapes.pop(Value("graph", segment, microbatch))

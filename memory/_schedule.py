@@ -240,7 +240,7 @@ def effects(instruction: Instruction, chain: ChainIndex) -> Effects:
             if record:
                 writes.append(Value("graph", name, microbatch))
             given_values = [Value("residual", name, microbatch, residual) for residual in given]
-            reads = (*_read_by_segment(chain, name, microbatch), *map(Place, given_values))
+            reads = (*_read_by_segment(chain, name, microbatch, chain[name].layers), *map(Place, given_values))
             return Effects(reads=reads, writes=tuple(map(Place, writes)))
         case Backward(name, microbatch):
             consumed = [Value("graph", name, microbatch)]
@@ -250,7 +250,7 @@ def effects(instruction: Instruction, chain: ChainIndex) -> Effects:
             written = [] if chain.preceding[name] is None else [Value("cotangent", name, microbatch)]
             places = tuple(map(Place, consumed))
             return Effects(
-                reads=(*_read_by_segment(chain, name, microbatch), *places),
+                reads=(*_read_by_segment(chain, name, microbatch, chain[name].layers_backward), *places),
                 writes=tuple(map(Place, written)),
                 adds=tuple(Place(Value("gradient", layer)) for layer in chain[name].layers),
                 frees=places,
@@ -265,8 +265,8 @@ def effects(instruction: Instruction, chain: ChainIndex) -> Effects:
             return Effects(reads=(Place(Value("gradient", layer)),), adds=(Place(Value("reduced", layer)),))
 
 
-def _read_by_segment(chain: ChainIndex, name: str, microbatch: int) -> tuple[Place, ...]:
-    values = [Value("parameters", layer) for layer in chain[name].layers]
+def _read_by_segment(chain: ChainIndex, name: str, microbatch: int, layers: tuple[str, ...]) -> tuple[Place, ...]:
+    values = [Value("parameters", layer) for layer in layers]
     if chain.preceding[name] is not None:
         values.append(Value("input", name, microbatch))
     return tuple(map(Place, values))

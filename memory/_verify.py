@@ -209,7 +209,8 @@ class _State:
     def _check_backward(self, segment: str, microbatch: int, refuse: Refuse) -> None:
         graph = self.graphs[Value("graph", segment, microbatch)]
         for layer in self.chain[segment].layers:
-            if self._buffer(layer) != graph.buffers[layer]:
+            needed = layer in self.chain[segment].layers_backward
+            if needed and self._buffer(layer) != graph.buffers[layer]:
                 refuse(f"{layer} is in buffer {self._buffer(layer)}; the graph refers to buffer {graph.buffers[layer]}")
             reducible = layer not in self.schedule.resident
             if reducible and Place(Value("gradient", layer)) in self.live and layer not in self.unreduced:
