@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
@@ -140,22 +139,17 @@ class ShardedStore:
         """Begins to bring the layer's leaves together in ``buffer``."""
         known, shards = self._layers._layers[layer], self._shards[layer]
         memory = self._layers.buffer(buffer, known.size)
-        leaves: list[Tensor] = []
-        for plan, dtype, offset, shard in zip(known.plan.leaves, known.dtypes, known.offsets, shards, strict=True):
-            if plan.gathered:
-                size = math.prod(plan.shape) * dtype.itemsize
-                leaves.append(memory[offset : offset + size].view(dtype).view(plan.shape))
-            else:
-                leaves.append(shard.to(dtype))
+        # What is written has a version of its own. Graphs that are kept refer to the leaves, and trust that what they
+        # saved comes back the same; the backend writes at any time, from its own threads.
+        leaves, written = _leaves(known, memory, shards), _leaves(known, memory.data, shards)
         finish: list[Callable[[], None]] = []
-        # A kept graph refers to this memory and trusts its version: what it saved comes back the same.
-        with torch.no_grad(), _unsafe_preserve_version_counter(memory):
+        with torch.no_grad():
             for index in known.plan.alone:
-                plan = known.plan.leaves[index]
                 shard = shards[index].to(known.dtypes[index]).contiguous()
-                finish.append(_gather_start(leaves[index].view(-1), shard.view(-1), self._layers.group(plan.gathered)))
+                group = self._layers.group(known.plan.leaves[index].gathered)
+                finish.append(_gather_start(written[index].view(-1), shard.view(-1), group))
             for (axes, dtype), packed in known.plan.packed.items():
-                finish.append(self._gather_packed(known, packed, shards, leaves, axes, dtype, memory))
+                finish.append(self._gather_packed(known, packed, shards, written, axes, dtype))
         self._here[layer] = _Gathered(leaves, finish)
 
     def _gather_packed(
@@ -163,33 +157,31 @@ class ShardedStore:
         known: _Layer,
         packed: Packed,
         shards: Sequence[Tensor],
-        leaves: Sequence[Tensor],
+        written: Sequence[Tensor],
         axes: tuple[str, ...],
         dtype: torch.dtype,
-        memory: Tensor,
     ) -> Callable[[], None]:
         group = self._layers.group(axes)
-        own = torch.empty(packed.size, dtype=dtype, device=memory.device)
+        own = torch.empty(packed.size, dtype=dtype, device=self._layers.mesh.device_type)
         for index, offset in zip(packed.leaves, packed.offsets, strict=True):
-            shard = shards[index]
-            own[offset : offset + shard.numel()].view(shard.shape).copy_(shard)
+            _cut(own, offset, shards[index].shape).copy_(shards[index])
         everyone = own.new_empty(dist.get_world_size(group), packed.size)
         wait = _gather_start(everyone.view(-1), own, group)
 
         def finish() -> None:
             wait()
-            with torch.no_grad(), _unsafe_preserve_version_counter(memory):
-                for index, offset in zip(packed.leaves, packed.offsets, strict=True):
-                    for share, part in zip(everyone, known.plan.leaves[index].parts, strict=True):
-                        leaves[index][part.at].copy_(_cut(share, offset, part.shape))
+            for index, offset in zip(packed.leaves, packed.offsets, strict=True):
+                for share, part in zip(everyone, known.plan.leaves[index].parts, strict=True):
+                    written[index][part.at].copy_(_cut(share, offset, part.shape))
 
         return finish
 
     def parameters(self, layer: str) -> Tree:
         """The leaves as they are computed with, once they are there."""
         here = self._here[layer]
-        while here.finish:
-            here.finish.pop(0)()
+        with torch.no_grad():
+            while here.finish:
+                here.finish.pop(0)()
         return pytree.tree_unflatten(here.leaves, self._specs[layer])
 
     def release(self, layer: str) -> None:
@@ -266,6 +258,17 @@ class ShardedStore:
             ]
             out[layer] = pytree.tree_unflatten(leaves, self._specs[layer])
         return out
+
+
+def _leaves(known: _Layer, memory: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves as they lie in a buffer; those that are whole already, as they are."""
+    leaves = []
+    for plan, dtype, offset, shard in zip(known.plan.leaves, known.dtypes, known.offsets, shards, strict=True):
+        if plan.gathered:
+            leaves.append(memory[offset : offset + math.prod(plan.shape) * dtype.itemsize].view(dtype).view(plan.shape))
+        else:
+            leaves.append(shard.to(dtype))
+    return leaves
 
 
 def _cut(share: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
