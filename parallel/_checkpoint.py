@@ -89,12 +89,7 @@ def save_sharded(
       ValueError: a leaf is no tensor, or on another mesh than the first; the leaf is named.
     """
     _wait_for_earlier()
-    write = _prepare(folder, step, tree, identity, extra, keep, staged=False)
-    group = _make_group()
-    try:
-        return write(group)
-    finally:
-        _end_group(group)
+    return _prepare(folder, step, tree, identity, extra, keep, staged=False)(_group())
 
 
 def save_sharded_async(
@@ -103,8 +98,8 @@ def save_sharded_async(
     """:func:`save_sharded` in a thread, while training goes on.
 
     The tree is copied to host memory before this returns, so the checkpoint holds the values of this moment even if
-    tensors are overwritten in place. The thread has a process group of its own: its messages do not mix with those of
-    the training. At most one save is under way; a second waits for the first.
+    tensors are overwritten in place. Checkpoints have a process group of their own: its messages do not mix with those
+    of the training. At most one save is under way; a second, or a load, waits for the first.
 
     Args: as :func:`save_sharded`.
 
@@ -116,7 +111,7 @@ def save_sharded_async(
     """
     global _earlier
     _wait_for_earlier()
-    _earlier = PendingSave(_prepare(folder, step, tree, identity, extra, keep, staged=True), _make_group())
+    _earlier = PendingSave(_prepare(folder, step, tree, identity, extra, keep, staged=True), _group())
     return _earlier
 
 
@@ -143,9 +138,7 @@ class PendingSave:
           CheckpointError: as :func:`save_sharded`.
         """
         self._thread.join()
-        if not self.told:
-            self.told = True
-            _end_group(self._group)
+        self.told = True
         if self._folder is None:
             raise self._error or RuntimeError("the save ended without a result")
         return self._folder
@@ -181,25 +174,23 @@ def load_sharded(checkpoint: Path, template: Tree, *, identity: Any) -> Tree:
       >>> template = TrainState(step, shard(abstract(config), layout), opt_state, balance)
       >>> state = load_sharded(latest(run / "steps"), template, identity=dataclasses.asdict(config))
     """
+    _wait_for_earlier()
     checkpoint = Path(checkpoint)
     leaves, spec = _named(template)
     wanted = _parts(leaves)
-    group = _make_group()
-    try:
-        manifest = _together(group, functools.partial(_checked, checkpoint, wanted, identity))
-        parts = {name: _allocate(part, leaves[name]) for name, part in wanted.items()}
-        _coordinated(
-            f"cannot load {checkpoint}",
-            lambda no_dist: load(
-                parts,
-                storage_reader=StepReader(checkpoint, manifest, parts),
-                planner=LoadParts(),
-                process_group=group,
-                no_dist=no_dist,
-            ),
-        )
-    finally:
-        _end_group(group)
+    group = _group()
+    manifest = _together(group, functools.partial(_checked, checkpoint, wanted, identity))
+    parts = {name: _allocate(part, leaves[name]) for name, part in wanted.items()}
+    _coordinated(
+        f"cannot load {checkpoint}",
+        lambda no_dist: load(
+            parts,
+            storage_reader=StepReader(checkpoint, manifest, parts),
+            planner=LoadParts(),
+            process_group=group,
+            no_dist=no_dist,
+        ),
+    )
     values: dict[str, Tensor] = {name: part.tensor for name, part in parts.items()}
     if sharded := _dtensors(leaves):
         values |= from_local({name: values[name] for name in sharded}, layout_of(sharded))
@@ -329,18 +320,19 @@ def _checked(checkpoint: Path, wanted: LocalParts, identity: Any) -> Manifest:
     return manifest
 
 
-def _make_group() -> ProcessGroup | None:
-    """All ranks, in a group for these messages alone; ``None`` for a process by itself.
+def _group() -> ProcessGroup | None:
+    """All ranks, in a group for checkpoints alone; ``None`` for a process by itself."""
+    return _group_beside(dist.group.WORLD) if dist.is_initialized() else None
+
+
+@functools.lru_cache(maxsize=1)
+def _group_beside(world: ProcessGroup | None) -> ProcessGroup:
+    """Made once in a world, because every rank connects to every other.
 
     It has gloo, because plans are Python objects, and torch's own time-out, because a rank waits in it for the slowest
     to have written.
     """
-    return dist.new_group(backend="gloo") if dist.is_initialized() else None
-
-
-def _end_group(group: ProcessGroup | None) -> None:
-    if group is not None:
-        dist.destroy_process_group(group)
+    return dist.new_group(backend="gloo")  # type: ignore[no-any-return]
 
 
 def _is_first(group: ProcessGroup | None) -> bool:
