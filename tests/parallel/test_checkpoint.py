@@ -191,7 +191,10 @@ def initial(mesh: Any) -> State:
 
 def optimizer(params: Any) -> optim.GradientTransformation:
     """Muon on whole experts, which lie on one rank each; AdamW on the rest, with masked nodes where the other works."""
-    by_label = {"muon": optim.muon(0.05, optim.MatrixAxes(out=-1, in_=-2)), "adamw": optim.adamw(lambda count: 0.03 / (1 + count))}
+    by_label = {
+        "muon": optim.muon(0.05, optim.MatrixAxes(out=-1, in_=-2)),
+        "adamw": optim.adamw(lambda count: 0.03 / (1 + count)),
+    }
     labels = {"embedding": "adamw", "experts": "muon", "scale": "adamw"}
     norm = functools.partial(parallel.global_norm, layout=parallel.layout_of(params))
     return optim.chain(optim.clip_by_global_norm(0.5, norm), optim.partition(by_label, labels))
