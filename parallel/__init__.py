@@ -1,5 +1,10 @@
 """Meshes, placements, collectives, and the proof that sharding changes nothing."""
 
+from ._checkpoint import PendingSave as PendingSave
+from ._checkpoint import latest as latest
+from ._checkpoint import load_sharded as load_sharded
+from ._checkpoint import save_sharded as save_sharded
+from ._checkpoint import save_sharded_async as save_sharded_async
 from ._collective_functions import CollectiveError as CollectiveError
 from ._collectives import Handle as Handle
 from ._collectives import all_gather as all_gather
@@ -38,6 +43,9 @@ from ._layout import local_slices as local_slices
 from ._layout import make_layout as make_layout
 from ._layout import shard as shard
 from ._layout import unshard as unshard
+from ._manifest import CheckpointError as CheckpointError
+from ._manifest import Manifest as Manifest
+from ._manifest import read_manifest as read_manifest
 from ._mesh import axis_group as axis_group
 from ._mesh import axis_sizes as axis_sizes
 from ._mesh import make_mesh as make_mesh

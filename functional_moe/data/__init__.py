@@ -18,7 +18,7 @@ from ._tokenizer import (
     check_vocabulary,
     load_tokenizer,
 )
-from ._windows import batch_at, windows_for_eval
+from ._windows import batch_at, rank_rows, windows_for_eval
 
 __all__ = [
     "ByteTokenizer",
@@ -40,6 +40,7 @@ __all__ = [
     "load_tokenizer",
     "make_corpus",
     "open_tokens",
+    "rank_rows",
     "read_documents",
     "split",
     "standard_library",

@@ -43,8 +43,8 @@ def batch_at(
 ) -> dict[str, torch.Tensor]:
     """The batch of one rank at one step.
 
-    Global rows ``[step * batch_size, (step + 1) * batch_size)`` of the run; the ranks take equal
-    contiguous parts.
+    Global rows ``[step * batch_size, (step + 1) * batch_size)`` of the run, of which the rank takes ``rank_rows``. So
+    a run that continues on other ranks, at the same step and batch size, sees the same samples in the same order.
 
     Args:
         corpus: At least ``seq_len + 1`` tokens.
@@ -58,25 +58,46 @@ def batch_at(
     Returns:
         ``tokens`` int64 [rows, seq_len]; ``targets`` int64 [rows, seq_len], the next token of each;
         ``segment_ids`` int32 [rows, seq_len], 1, 2, ... for the documents in a row in their order.
-        ``rows = batch_size / world_size``. Packed text has no padding, so no target is ignored.
+        Packed text has no padding, so no target is ignored.
 
     Raises:
-        DataError: An argument is out of range, ``world_size`` does not divide ``batch_size``, the corpus is
-            shorter than a window, or the file holds a token that its header rules out.
+        DataError: An argument is out of range, the corpus is shorter than a window, or the file holds a token
+            that its header rules out.
     """
     _check_window(corpus, seq_len, "the training text")
-    if batch_size < 1 or world_size < 1:
-        raise DataError(f"batch_size {batch_size} and world_size {world_size} must be at least 1")
-    if batch_size % world_size:
-        raise DataError(f"batch_size {batch_size} is not a multiple of the {world_size} ranks; choose one that is")
-    if not 0 <= rank < world_size:
-        raise DataError(f"rank {rank} is not in [0, {world_size})")
+    rows = rank_rows(batch_size, rank, world_size)
     if step < 0:
         raise DataError(f"step {step} is negative; steps count from 0")
-    rows = batch_size // world_size
-    first_row = step * batch_size + rank * rows
-    windows = _window_numbers(corpus, np.arange(first_row, first_row + rows), seq_len, seed)
+    if not rows:
+        # More ranks than rows: a batch of none, which the model takes.
+        whole = _row(corpus, 0, seq_len, seed)
+        return {name: value[:0] for name, value in whole.items()}
+    numbers = np.arange(step * batch_size + rows.start, step * batch_size + rows.stop)
+    windows = _window_numbers(corpus, numbers, seq_len, seed)
     return _stack([_row(corpus, int(window) * seq_len, seq_len, seed) for window in windows])
+
+
+def rank_rows(batch_size: int, rank: int, world_size: int) -> range:
+    """The rows of a global batch that one rank takes: contiguous, in the order of the ranks.
+
+    The first ``batch_size % world_size`` ranks take one row more than the others; with more ranks than rows, some take
+    none. A loss that is a sum over all ranks' tokens, divided by their number, does not change with the cut.
+
+    Args:
+        batch_size: Rows of all ranks together.
+        rank: In ``[0, world_size)``.
+        world_size: Ranks among which the rows are divided.
+
+    Raises:
+        DataError: An argument is out of range.
+    """
+    if batch_size < 1 or world_size < 1:
+        raise DataError(f"batch_size {batch_size} and world_size {world_size} must be at least 1")
+    if not 0 <= rank < world_size:
+        raise DataError(f"rank {rank} is not in [0, {world_size})")
+    each, more = divmod(batch_size, world_size)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
 
 
 def _stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

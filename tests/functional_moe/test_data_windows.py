@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from functional_moe.data import Corpus, DataError, Header, TokenFile, batch_at, split, windows_for_eval
+from functional_moe.data import Corpus, DataError, Header, TokenFile, batch_at, rank_rows, split, windows_for_eval
 from functional_moe.data import _windows as windows
 
 SEPARATOR = 256
@@ -115,13 +115,43 @@ def test_neighbouring_rows_are_not_neighbouring_windows() -> None:
 
 
 @QUICK
-@given(corpus=corpora(), world_size=st.sampled_from([1, 2, 3, 4, 6, 12]), step=st.integers(0, 50))
+@given(corpus=corpora(), world_size=st.sampled_from([1, 2, 3, 5, 12, 16]), step=st.integers(0, 50))
 def test_samples_do_not_depend_on_the_ranks(corpus: Corpus, world_size: int, step: int) -> None:
     arguments = {"batch_size": 12, "seq_len": min(7, corpus.num_tokens - 1), "seed": 5}
     whole = batch_at(corpus, step, **arguments)
     parts = [batch_at(corpus, step, **arguments, rank=rank, world_size=world_size) for rank in range(world_size)]
     for name, value in whole.items():
         assert torch.equal(torch.cat([part[name] for part in parts]), value)
+
+
+def test_the_order_survives_a_change_of_ranks_in_the_middle_of_the_second_epoch() -> None:
+    # torchtitan 811, 816
+    corpus = corpus_of(distinct_documents([5, 2, 9, 0, 4] * 6))
+    seq_len, batch_size = 4, 5
+    steps_of_epoch = corpus.num_tokens // (seq_len * batch_size)
+    changed_at = steps_of_epoch + steps_of_epoch // 2
+
+    def samples(step: int, world_size: int) -> list[list[int]]:
+        arguments = {"batch_size": batch_size, "seq_len": seq_len, "seed": 3, "world_size": world_size}
+        return [
+            row
+            for rank in range(world_size)
+            for row in batch_at(corpus, step, rank=rank, **arguments)["tokens"].tolist()
+        ]
+
+    steps = range(2 * steps_of_epoch)
+    undisturbed = [samples(step, 1) for step in steps]
+    assert undisturbed[:steps_of_epoch] != undisturbed[steps_of_epoch:]
+    for before, after in [(2, 1), (2, 4), (4, 3), (1, 8)]:
+        assert [samples(step, before if step < changed_at else after) for step in steps] == undisturbed
+
+
+@QUICK
+@given(batch_size=st.integers(1, 40), world_size=st.integers(1, 12))
+def test_ranks_take_every_row_once_and_as_many_as_each_other(batch_size: int, world_size: int) -> None:
+    rows = [rank_rows(batch_size, rank, world_size) for rank in range(world_size)]
+    assert [row for of_rank in rows for row in of_rank] == list(range(batch_size))
+    assert max(map(len, rows)) - min(map(len, rows)) <= 1
 
 
 @QUICK
@@ -227,7 +257,6 @@ def test_block_sums_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> No
             r"training text has 10 tokens, fewer than one window of seq_len 10 \+ 1; .* at most 9",
         ),
         ({"seq_len": 0}, "seq_len 0"),
-        ({"world_size": 3}, "batch_size 4 is not a multiple of the 3 ranks"),
         ({"batch_size": 0}, "batch_size 0"),
         ({"world_size": 0}, "world_size 0 must be at least 1"),
         ({"rank": 1}, r"rank 1 is not in \[0, 1\)"),
