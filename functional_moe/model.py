@@ -191,7 +191,7 @@ def forward(
     positions = make_positions(tokens.shape[1], batch.get("segment_ids"), config, x)
     stats = []
     for index, layer in enumerate(params["layers"]):
-        x = attention_half(layer, x, positions, config, kernels)
+        x = attention_half(layer, x, positions, config, kernels).x
         bias = balance[index - config.first_k_dense_replace] if config.is_moe_layer(index) else None
         half = feed_forward_half(layer, bias, x, valid, config, kernels, expert_parallel)
         x = half.x
