@@ -10,6 +10,7 @@ from .chain import loss_fn as loss_fn
 from .config import PRESETS as PRESETS
 from .config import MoEConfig as MoEConfig
 from .config import preset as preset
+from .flops import train_flops_per_token as train_flops_per_token
 from .generate import generate as generate
 from .kernels import Kernels as Kernels
 from .model import Batch as Batch

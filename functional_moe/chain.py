@@ -82,7 +82,8 @@ def make_chain(config: MoEConfig, kernels: Kernels = "fused", expert_parallel: E
     segments = [Segment("embed", ("embed",), _embed(config), "embed", unread=("embed",))]
     for index in range(config.num_hidden_layers):
         name = f"layers.{index}"
-        segments.append(Segment(f"{name}.attention", (name,), _attention(config, name, kernels), "attention"))
+        attention = _attention(config, name, kernels)
+        segments.append(Segment(f"{name}.attention", (name,), attention, "attention", ("core",)))
         if config.is_moe_layer(index):
             function = _experts(config, name, index - config.first_k_dense_replace, kernels, expert_parallel)
             moe = Segment(f"{name}.feed_forward", (name,), function, "experts", ("decision",), ("decision",))
@@ -118,7 +119,8 @@ def _embed(config: MoEConfig) -> Any:
 
 def _attention(config: MoEConfig, layer: str, kernels: Kernels) -> Any:
     def function(parameters: Any, x: Tensor, context: Context, residuals: Any) -> Result:
-        return Result(attention_half(parameters[layer], x, context.positions, config, kernels))
+        half = attention_half(parameters[layer], x, context.positions, config, kernels, residuals.get("core"))
+        return Result(half.x, residuals={} if half.core is None else {"core": half.core})
 
     return function
 

@@ -1,10 +1,25 @@
-"""Floating-point operations of a training step, for the utilisation a run reports."""
+"""Floating-point operations of a training step: by formula, for the utilisation a run reports, and by counting.
+
+Importing this gives ``torch.utils.flop_counter.FlopCounterMode`` the formulas of the operators used here that it lacks:
+flash attention on CPUs, oneDNN's products, grouped products. Attention is counted as torch counts it on CUDA: every
+pair of a query and a key of one call, as if nothing were causal, with five products in the backward, one of which makes
+the scores again. A grouped product counts the rows it is given.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from math import prod
+from typing import Any
 
 import torch
+from torch.utils.flop_counter import (
+    flop_registry,
+    register_flop_formula,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from .config import MoEConfig
 from .products import product
@@ -35,3 +50,32 @@ def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu", 
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - start)
     return 2.0 * size**3 / best
+
+
+def _attention(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(q, k, v))
+
+
+def _attention_backward(cotangent: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(cotangent, q, k, v))
+
+
+def _linear(x: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * prod(x) * weight[0]
+
+
+def _grouped_product(x: torch.Size, y: torch.Size, *_: Any, **__: Any) -> int:
+    """``[rows, in] x [groups, in, out]``, or ``[out, rows] x [rows, in]`` with a result for each group of rows."""
+    return 2 * prod(x) * y[-1]
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten._grouped_mm: _grouped_product,
+}
+if torch._C._has_mkldnn:
+    _FORMULAS[torch.ops.mkldnn._linear_pointwise] = _linear
+for _operator, _formula in _FORMULAS.items():
+    if _operator not in flop_registry:  # a later torch may know it
+        register_flop_formula(_operator)(_formula)

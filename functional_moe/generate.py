@@ -51,16 +51,15 @@ def next_logits(params: Params, balance: Tensor, tokens: Tensor, cache: Cache, p
     end = past + tokens.shape[1]
     x = embed(params, tokens, config)
     valid = torch.ones_like(tokens, dtype=torch.bool)
-    queries, keys = torch.arange(past, end, device=tokens.device), torch.arange(end, device=tokens.device)
-    cos, sin = rotary_tables(queries[None], config, torch.promote_types(x.dtype, torch.float32))
-    mask = (queries[:, None] >= keys)[None, None]
+    places = torch.arange(past, end, device=tokens.device)
+    cos, sin = rotary_tables(places[None], config, torch.promote_types(x.dtype, torch.float32))
     for index, layer in enumerate(params["layers"]):
         normed = rms_norm(x, layer["attention_norm"], config.rms_norm_eps)
         q, k, v = project(layer["attention"], normed, cos, sin, config)
         cache.keys[index][:, :, past:end] = k
         cache.values[index][:, :, past:end] = v
         seen = Projected(q, cache.keys[index][:, :, :end], cache.values[index][:, :, :end])
-        x = x + matmul(attend(seen, mask), layer["attention"]["o"])
+        x = x + matmul(attend(seen, None).out, layer["attention"]["o"])
         bias = balance[index - config.first_k_dense_replace] if config.is_moe_layer(index) else None
         x = feed_forward_half(layer, bias, x, valid, config).x
     last = head_norm(params, x[:, -1:], config)[:, 0]

@@ -49,9 +49,9 @@ class ReverseModeFunction(torch.autograd.Function):
         refuse("vmap")
 
 
-def first_order_kernel(
+def first_order_kernel_with_residuals(
     forward: Callable[..., tuple[Tensor, ...]], gradient: Callable[..., tuple[Tensor, ...]], differentiable: int
-) -> Callable[..., Tensor]:
+) -> Callable[..., tuple[Tensor, ...]]:
     """A function with a first-order reverse rule of its own, and a refusal for every other transform.
 
     Both parts get plain tensors, also inside ``torch.func.grad`` or ``vjp``, so they may work in place on what they
@@ -64,7 +64,7 @@ def first_order_kernel(
       differentiable: how many inputs, from the first, have a gradient; the others may be tensors or plain values.
 
     Returns:
-      ``(*inputs) -> result``.
+      ``(*inputs) -> (result, *residuals)``, the residuals without gradient.
     """
 
     class Gradient(ReverseModeFunction):
@@ -109,20 +109,16 @@ def first_order_kernel(
             grads: tuple[Tensor, ...] = function(cotangent, *inputs, *saved)
             return (*grads, *(None,) * (count - differentiable))
 
-    def call(*inputs: Any) -> Tensor:
-        result: Tensor = Kernel.apply(*inputs)[0]
-        return result
+    def call(*inputs: Any) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = Kernel.apply(*inputs)
+        return outputs
 
     return call
 
 
-_identity = first_order_kernel(lambda x: (x.view_as(x),), lambda cotangent, x: (cotangent.view_as(cotangent),), 1)
-
-
-def first_order_reverse(x: Tensor) -> Tensor:
-    """``x`` unchanged, on its way into one of torch's kernels that has a first-order reverse rule and no other.
-
-    Raises:
-      NotImplementedError: when a transform asks for another rule; names ``kernels="reference"``.
-    """
-    return _identity(x)
+def first_order_kernel(
+    forward: Callable[..., tuple[Tensor, ...]], gradient: Callable[..., tuple[Tensor, ...]], differentiable: int
+) -> Callable[..., Tensor]:
+    """``first_order_kernel_with_residuals`` for who wants the result alone: ``(*inputs) -> result``."""
+    kernel = first_order_kernel_with_residuals(forward, gradient, differentiable)
+    return lambda *inputs: kernel(*inputs)[0]

@@ -43,7 +43,7 @@ def attention_maxima(params: Params, balance: Tensor, batch: Batch, config: MoEC
             normed = rms_norm(x, layer["attention_norm"], config.rms_norm_eps)
             q, k, _ = project(layer["attention"], normed, positions.cos, positions.sin, config)
             maxima.append(optim.max_attention_logits(q, k, segment_ids=documents, block=block))
-            x = attention_half(layer, x, positions, config)
+            x = attention_half(layer, x, positions, config).x
             bias = balance[index - config.first_k_dense_replace] if config.is_moe_layer(index) else None
             x = feed_forward_half(layer, bias, x, valid, config).x
     return torch.stack(maxima)

@@ -1,4 +1,4 @@
-"""Rotary positions, document masks and grouped queries."""
+"""Rotary positions, packed documents, grouped queries, and the core that a replay is given back."""
 
 from __future__ import annotations
 
@@ -6,10 +6,24 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from functional_moe.attention import Projected, attend, make_positions, project, rotary_tables, rotate
+from functional_moe.attention import (
+    AttentionCore,
+    Projected,
+    _core_gradient,
+    attend,
+    attention_half,
+    document_starts,
+    make_positions,
+    project,
+    rotary_tables,
+    rotate,
+)
 from functional_moe.chain import logits, loss_fn
 from functional_moe.model import IGNORE_INDEX
 
@@ -77,7 +91,7 @@ def test_rotation_keeps_dtype_and_norm(make_config):
 
 
 @given(lengths=st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=3), data=st.data())
-def test_positions_restart_and_the_mask_is_causal_within_documents(make_config, lengths, data):
+def test_positions_restart_where_documents_start(make_config, lengths, data):
     """Against the definition, for any numbers that change between neighbours: 1, 2, 1 is three documents."""
     config = make_config()
     seq = max(map(sum, lengths))
@@ -97,10 +111,28 @@ def test_positions_restart_and_the_mask_is_causal_within_documents(make_config, 
         cos, sin = rotary_tables(expected, config, torch.float64)
         assert torch.equal(positions.cos[row], cos)
         assert torch.equal(positions.sin[row], sin)
-        for i in range(seq):
-            for j in range(seq):
-                allowed = j <= i and ids[i][1] == ids[j][1]
-                assert bool(positions.mask[row, 0, i, j]) == allowed
+        assert positions.starts[row].tolist() == [start for _, start in ids]
+
+
+def draw_projected(batch, queries, keys, kv, shared, dim, dtype=torch.float64, device="cpu"):
+    """As ``project`` makes them: heads are the inner axis."""
+    shapes = ((batch, queries, kv * shared, dim), (batch, keys, kv, dim), (batch, keys, kv, dim))
+    drawn = (random(*shape, seed=seed, dtype=dtype).to(device) for seed, shape in enumerate(shapes))
+    return Projected(*(x.transpose(1, 2) for x in drawn))
+
+
+def draw_starts(batch, seq, seed):
+    """Documents of a few tokens, others in each row."""
+    ids = (random(batch, seq, seed=seed) > 0.6).cumsum(1)
+    return document_starts(ids)
+
+
+def seen_by(projected, starts):
+    """The definition, [batch, 1, queries, keys]: the queries are the last of the keys, in one document."""
+    batch, _, queries, _ = projected.q.shape
+    keys = projected.k.shape[2]
+    seen = torch.ones(batch, 1, queries, keys, dtype=torch.bool).tril(keys - queries)
+    return seen if starts is None else seen & (starts[:, :, None] == starts[:, None, :])[:, None]
 
 
 def naive_attention(projected, mask):
@@ -118,25 +150,294 @@ def naive_attention(projected, mask):
     return out.transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("kernels", ["fused", "reference"])
-@pytest.mark.parametrize("masked", [False, True])
-@given(
-    batch=st.integers(1, 2),
-    seq=st.integers(1, 6),
-    kv=st.integers(1, 2),
-    shared=st.integers(1, 3),
-    dim=st.integers(1, 5),
+# Sizes of attention: how many keys there are, and how many of them are queries too.
+sizes = st.fixed_dictionaries(
+    {
+        "batch": st.integers(1, 3),
+        "queries": st.integers(1, 7),
+        "kv": st.integers(1, 2),
+        "shared": st.integers(1, 3),
+        "dim": st.integers(1, 5),
+    }
 )
-@settings(max_examples=10)
-def test_attend_is_its_definition(kernels, masked, batch, seq, kv, shared, dim):
-    projected = Projected(
-        random(batch, kv * shared, seq, dim), random(batch, kv, seq, dim, seed=1), random(batch, kv, seq, dim, seed=2)
-    )
-    mask = torch.ones(batch, 1, seq, seq, dtype=torch.bool).tril()
-    if masked:
-        mask = mask & ((random(batch, 1, seq, seq, seed=3) > 0) | torch.eye(seq, dtype=torch.bool))
-    out = attend(projected, mask if masked else None, kernels)
-    torch.testing.assert_close(out, naive_attention(projected, mask), **EXACT)
+layouts = st.one_of(st.tuples(st.just("documents"), st.integers(0, 99)), st.tuples(st.just("past"), st.integers(0, 4)))
+
+
+def draw_case(sizes, layout, dtype=torch.float64):
+    kind, number = layout
+    keys = sizes["queries"] + (number if kind == "past" else 0)
+    starts = draw_starts(sizes["batch"], keys, number) if kind == "documents" else None
+    return draw_projected(keys=keys, dtype=dtype, **sizes), starts
+
+
+@pytest.mark.parametrize("kernels", ["fused", "reference"])
+@given(sizes=sizes, layout=layouts)
+@settings(max_examples=30)
+def test_attend_is_its_definition(kernels, sizes, layout):
+    projected, starts = draw_case(sizes, layout)
+    out, _ = attend(projected, starts, kernels)
+    torch.testing.assert_close(out, naive_attention(projected, seen_by(projected, starts)), **EXACT)
+
+
+@given(sizes=sizes, layout=layouts)
+@settings(max_examples=30)
+def test_the_core_is_the_output_and_the_log_sum_exp(sizes, layout):
+    projected, starts = draw_case(sizes, layout)
+    out, core = attend(projected, starts)
+    assert torch.equal(core.output, out)
+    q, k, _ = projected
+    scores = q @ k.repeat_interleave(sizes["shared"], dim=1).mT / q.shape[-1] ** 0.5
+    scores = scores.masked_fill(~seen_by(projected, starts), -torch.inf)
+    torch.testing.assert_close(core.log_sum_exp, scores.logsumexp(-1).transpose(1, 2), **EXACT)
+    # so that a copy of it, made anywhere, has the same layout
+    assert all(x.is_contiguous() and not x.requires_grad for x in core)
+
+
+def gradients(projected, starts, kernels="fused", core=None):
+    leaves = Projected(*(x.detach().requires_grad_() for x in projected))
+    out, core = attend(leaves, starts, kernels, core)
+    weights = random(*out.shape, seed=9, dtype=out.dtype).to(out.device)
+    return out.detach(), core, torch.autograd.grad((out * weights).sum(), leaves)
+
+
+@given(sizes=sizes, layout=layouts)
+@settings(max_examples=30)
+def test_gradients_are_those_of_the_reference(sizes, layout):
+    projected, starts = draw_case(sizes, layout)
+    _, _, ours = gradients(projected, starts)
+    _, core, theirs = gradients(projected, starts, "reference")
+    assert core is None
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_are_those_of_finite_differences(packed):
+    projected = draw_projected(2, 5, 5, 2, 2, 3)
+    starts = draw_starts(2, 5, seed=1) if packed else None
+    _, core = attend(projected, starts)
+    leaves = [x.detach().requires_grad_() for x in projected]
+    assert torch.autograd.gradcheck(lambda *x: attend(Projected(*x), starts).out, leaves)
+    # The gradient alone: with a core given, the result no longer follows the leaves.
+    given_core = torch.autograd.grad(attend(Projected(*leaves), starts, core=core).out.sum(), leaves)
+    computed = torch.autograd.grad(attend(Projected(*leaves), starts).out.sum(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(given_core, computed, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_document_a_row_is_what_torch_computes(dtype):
+    """The same kernel by another way: bit for bit, forward and backward."""
+    projected = draw_projected(2, 70, 70, 2, 3, 8, dtype)
+    out, _, ours = gradients(projected, None)
+    leaves = [x.detach().requires_grad_() for x in projected]
+    theirs = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+    assert torch.equal(out, theirs)
+    weights = random(*out.shape, seed=9, dtype=dtype)
+    for a, b in zip(ours, torch.autograd.grad((theirs * weights).sum(), leaves), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_documents_are_what_torch_computes_with_a_mask(dtype, tolerance):
+    """Blocks of other documents are not visited: equal but for rounding, of 8 bits in bf16."""
+    projected = draw_projected(2, 70, 70, 2, 3, 8, dtype)
+    starts = draw_starts(2, 70, seed=3)
+    out, _, ours = gradients(projected, starts)
+    leaves = [x.detach().requires_grad_() for x in projected]
+    mask = seen_by(projected, starts)
+    theirs = F.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(out, theirs, rtol=tolerance, atol=tolerance)
+    weights = random(*out.shape, seed=9, dtype=dtype)
+    for a, b in zip(ours, torch.autograd.grad((theirs * weights).sum(), leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the calls of each attention operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "attention" in str(func):
+            self.calls.append(str(func.overloadpacket).removeprefix("aten._scaled_dot_product_"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@given(sizes=sizes, layout=layouts)
+@settings(max_examples=20)
+def test_a_replay_is_bit_equal_and_runs_no_attention_forward(dtype, sizes, layout):
+    projected, starts = draw_case(sizes, layout, dtype)
+    with Operators() as first:
+        out, core, grads = gradients(projected, starts)
+    copied = AttentionCore(*(x.clone() for x in core))  # as after a stay in another memory
+    with Operators() as second:
+        out_again, core_again, grads_again = gradients(projected, starts, core=copied)
+    assert torch.equal(out, out_again)
+    for a, b in zip((*core, *grads), (*core_again, *grads_again), strict=True):
+        assert torch.equal(a, b)
+    assert set(first.calls) == {"flash_attention_for_cpu", "flash_attention_for_cpu_backward"}
+    assert second.calls == [name for name in first.calls if name.endswith("backward")]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_attention_half_replays_bit_equal_under_torch_func(make_config, make_params, packed):
+    config = make_config(compute_dtype="float32")
+    layer = make_params(config)["layers"][0]
+    x = random(2, 9, 10, dtype=torch.float32)
+    segments = torch.tensor([[1] * 4 + [2] * 5, [1] * 9]) if packed else None
+    positions = make_positions(9, segments, config, x)
+
+    def half(layer, x, core=None):
+        return attention_half(layer, x, positions, config, core=core)
+
+    out, pull, core = torch.func.vjp(half, layer, x, has_aux=True)
+    cotangent = random(2, 9, 10, seed=5, dtype=torch.float32)
+    grads = pull(cotangent)
+    with Operators() as operators:
+        again, pull, same = torch.func.vjp(lambda layer, x: half(layer, x, core), layer, x, has_aux=True)
+        assert not operators.calls
+        grads_again = pull(cotangent)
+    assert set(operators.calls) == {"flash_attention_for_cpu_backward"}
+    leaves = torch.utils._pytree.tree_leaves
+    for a, b in zip(leaves((out, core, grads)), leaves((again, same, grads_again)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_attention_of_documents_keeps_nothing_quadratic():
+    """1024 tokens in two documents: no tensor of the forward or backward reaches 1024 x 1024 numbers, or a quarter."""
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for leaf in torch.utils._pytree.tree_leaves(out):
+                self.numel = max(self.numel, leaf.numel() if isinstance(leaf, torch.Tensor) else 0)
+            return out
+
+    projected = draw_projected(1, 1024, 1024, 1, 1, 4, torch.float32)
+    starts = document_starts((torch.arange(1024) >= 300)[None])
+    with Largest() as largest:
+        gradients(projected, starts)
+    assert largest.numel == 1024 * 4
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_attention_of_nothing_is_nothing(shape):
+    batch, seq = shape
+    for starts in (None, torch.zeros(batch, seq, dtype=torch.int64)):
+        out, _, grads = gradients(draw_projected(batch, seq, seq, 1, 2, 3), starts)
+        assert out.shape == (batch, seq, 6)
+        assert [g.shape for g in grads] == [(batch, 2, seq, 3), (batch, 1, seq, 3), (batch, 1, seq, 3)]
+
+
+def test_attend_refuses_what_does_not_belong_together():
+    projected = draw_projected(2, 4, 4, 1, 2, 3)
+    starts = torch.zeros(2, 4, dtype=torch.int64)
+    _, core = attend(projected, None)
+    with pytest.raises(ValueError, match="5 queries on 4 keys"):
+        attend(draw_projected(2, 5, 4, 1, 2, 3), None)
+    with pytest.raises(ValueError, match=r"starts has shape \(2, 4\).*\(2, 3\), and keys as many as queries, not 4"):
+        attend(draw_projected(2, 3, 4, 1, 2, 3), starts)
+    with pytest.raises(ValueError, match=r"starts has shape \(1, 4\)"):
+        attend(projected, starts[:1])
+    with pytest.raises(ValueError, match=r"core.output is torch.float64 \(1, 4, 6\).*= \(2, 4, 6\)"):
+        attend(projected, None, core=AttentionCore(core.output[:1], core.log_sum_exp))
+    with pytest.raises(ValueError, match=r"core.output is torch.float32"):
+        attend(projected, None, core=AttentionCore(core.output.float(), core.log_sum_exp))
+    with pytest.raises(ValueError, match=r"core.log_sum_exp has shape \(2, 4, 1\)"):
+        attend(projected, None, core=AttentionCore(core.output, core.log_sum_exp[..., :1]))
+    with pytest.raises(ValueError, match=r"kernels = 'reference'.*a core is of no use"):
+        attend(projected, None, "reference", core)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("given", [False, True])
+def test_other_transforms_are_refused_with_and_without_a_core(given):
+    projected = draw_projected(1, 4, 4, 1, 1, 3)
+    core = attend(projected, None).core if given else None
+
+    def total(q):
+        return attend(projected._replace(q=q), None, core=core).out.square().sum()
+
+    refused = pytest.raises(NotImplementedError, match="kernels='reference'")
+    with refused:
+        torch.func.jvp(total, (projected.q,), (projected.q,))
+    with refused:
+        torch.func.vmap(total)(torch.stack([projected.q, projected.q]))
+    with refused:
+        torch.func.grad(lambda q: torch.func.grad(total)(q).sum())(projected.q)
+
+
+# What CUDA's operators would be called with: bf16 and fp16 without documents take flash attention.
+CUDA_CASES = [
+    (torch.bfloat16, 7, 7, False, "flash_attention"),
+    (torch.float16, 7, 7, False, "flash_attention"),
+    (torch.bfloat16, 7, 7, True, "efficient_attention"),
+    (torch.float32, 7, 7, False, "efficient_attention"),
+    (torch.float32, 7, 7, True, "efficient_attention"),
+    (torch.float32, 3, 7, False, "efficient_attention"),
+    (torch.bfloat16, 1, 7, False, "efficient_attention"),
+]
+
+
+@pytest.mark.parametrize("dim", [6, 64])
+@pytest.mark.parametrize(("dtype", "queries", "keys", "packed", "operator"), CUDA_CASES)
+def test_shapes_on_a_pretended_cuda_device(dtype, queries, keys, packed, operator, dim):
+    """Fake tensors have the shapes, dtypes and devices of CUDA's operators, and no values.
+
+    The backward is called by itself: autograd aborts the process where torch was built without CUDA.
+    """
+    with FakeTensorMode():
+        shapes = ((2, queries, 4, dim), (2, keys, 2, dim), (2, keys, 2, dim))
+        projected = Projected(*(torch.empty(s, dtype=dtype, device="cuda").transpose(1, 2) for s in shapes))
+        starts = torch.empty(2, keys, dtype=torch.int64, device="cuda") if packed else None
+        with Operators() as operators:
+            out, core = attend(projected, starts)
+            again, _ = attend(projected, starts, core=core)
+            grads = _core_gradient(torch.ones_like(again), *projected, starts, None, None, *core)
+        assert operators.calls == [operator, f"{operator}_backward"]
+        for x, like in zip((out, again, core.output, *grads), (out, out, out, *projected), strict=True):
+            assert (x.shape, x.dtype, x.device) == (like.shape, dtype, like.device)
+        assert out.shape == (2, queries, 4 * dim)
+        assert core.log_sum_exp.dtype == torch.float32
+        assert all(x.is_contiguous() for x in core)
+
+
+def test_fp64_attention_on_cuda_asks_for_the_reference():
+    with FakeTensorMode():
+        x = torch.empty(1, 1, 4, 8, dtype=torch.float64, device="cuda")
+        with pytest.raises(NotImplementedError, match=r"no attention in torch.float64 on cuda.*kernels='reference'"):
+            attend(Projected(x, x, x), None)
+
+
+def test_fake_tensors_on_the_cpu_take_rows_for_documents():
+    with FakeTensorMode():
+        projected = Projected(*(torch.empty(2, 2, 5, 3, requires_grad=True) for _ in range(3)))
+        out, core = attend(projected, torch.empty(2, 5, dtype=torch.int64))
+        grads = torch.autograd.grad(out.sum(), projected)
+    assert out.shape == core.output.shape == (2, 5, 6)
+    assert core.log_sum_exp.shape == (2, 5, 2)
+    assert all(x.shape == (2, 2, 5, 3) for x in grads)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dim", [6, 64])
+@pytest.mark.parametrize(("dtype", "queries", "keys", "packed", "operator"), CUDA_CASES)
+def test_cuda_attention_is_the_reference_and_replays_bit_equal(dtype, queries, keys, packed, operator, dim):
+    projected = draw_projected(2, queries, keys, 2, 2, dim, dtype, "cuda")
+    starts = draw_starts(2, keys, seed=1).cuda() if packed else None
+    out, core, grads = gradients(projected, starts)
+    expected, _, expected_grads = gradients(Projected(*(x.double() for x in projected)), starts, "reference")
+    tolerance = 1e-2 if dtype == torch.float32 else 5e-2  # TF32 has 10 bits, bf16 8
+    for a, b in zip((out, *grads), (expected, *expected_grads), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
+    out_again, _, _ = gradients(projected, starts, core=AttentionCore(*(x.clone() for x in core)))
+    assert torch.equal(out, out_again)
 
 
 def test_projection_norms_before_it_rotates_and_leaves_values_alone(make_config, make_params):

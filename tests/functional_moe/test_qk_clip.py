@@ -50,7 +50,8 @@ def first_layer_scores(params, batch):
     normed = rms_norm(x, layer["attention_norm"], CONFIG.rms_norm_eps)
     q, k, _ = project(layer["attention"], normed, positions.cos, positions.sin, CONFIG)
     scores = q @ k.repeat_interleave(2, dim=1).transpose(-1, -2) * CONFIG.attention_head_dim**-0.5
-    return torch.where(positions.mask, scores, -torch.inf)
+    same = positions.starts[:, :, None] == positions.starts[:, None, :]
+    return torch.where((same & torch.ones(11, 11, dtype=torch.bool).tril())[:, None], scores, -torch.inf)
 
 
 @pytest.mark.parametrize("block", [1, 4, 512])

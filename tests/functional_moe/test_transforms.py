@@ -141,7 +141,7 @@ def test_hessian_of_one_leaf_is_symmetric_and_equals_the_products(problem):
 
 TARGETS = torch.tensor([3, IGNORE_INDEX, 0, 2])
 DECISION = decide(torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]]), 3)
-MASK = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+STARTS = torch.tensor([[0, 0, 2, 2]])
 
 
 def _expert_tree(**changes):
@@ -164,15 +164,15 @@ PIECES = {
         random(5, 7, seed=1),
     ),
     "attend of q": (
-        lambda q, k: attend(Projected(q, _heads(1), _heads(2)), MASK, k).square().sum(),
+        lambda q, k: attend(Projected(q, _heads(1), _heads(2)), STARTS, k).out.square().sum(),
         _heads(heads=2),
     ),
     "attend of k": (
-        lambda key, k: attend(Projected(_heads(1, heads=2), key, _heads(2)), None, k).square().sum(),
+        lambda key, k: attend(Projected(_heads(1, heads=2), key, _heads(2)), None, k).out.square().sum(),
         _heads(),
     ),
     "attend of v": (
-        lambda v, k: attend(Projected(_heads(1, heads=2), _heads(2), v), MASK, k).square().sum(),
+        lambda v, k: attend(Projected(_heads(1, heads=2), _heads(2), v), STARTS, k).out.square().sum(),
         _heads(),
     ),
     "routed_experts of x": (

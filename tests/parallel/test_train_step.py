@@ -40,11 +40,17 @@ CONFIG = MoEConfig(
     compute_dtype="float64",
 )
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (3, 2, 1)]
+KEEP_GRAPH = memory.Recipe()
 RECIPES = {
-    "keep": None,
-    "recompute": memory.Recipe(record=False, input="keep"),
-    "offload": memory.Recipe(record=False, input="offload"),
+    "keep": (KEEP_GRAPH, KEEP_GRAPH),
+    "recompute": (memory.Recipe(record=False), memory.Recipe(record=False, input="recompute")),
+    "offload": (
+        memory.Recipe(record=False, input="offload", residuals={"core": "offload"}),
+        memory.Recipe(record=False, input="offload", residuals={"decision": "offload"}),
+    ),
+    "attention kept": (memory.Recipe(record=False, residuals={"core": "keep"}), memory.Recipe(record=False)),
 }
+"""Of the two halves of a layer."""
 
 
 def batches(rows: int) -> list[dict[str, torch.Tensor]]:
@@ -76,8 +82,11 @@ def two_steps(mesh_sizes: tuple[int, int, int] | None, rows: int, accumulate: in
 
     optimizer = optim.chain(optim.clip_by_global_norm(0.5, norm), optim.sgd(0.1, momentum=0.9))
     chain = make_chain(config)
-    chosen = RECIPES[recipe]
-    recipes = {} if chosen is None else {one.name: chosen for one in chain.segments[1:-1]}
+    attention, feed_forward = RECIPES[recipe]
+    recipes = {}
+    for one in chain.segments[1:-1]:
+        half = attention if one.kind == "attention" else feed_forward
+        recipes[one.name] = half._replace(residuals={k: v for k, v in half.residuals.items() if k in one.residuals})
     layers = None
     if layout is not None:
         layers = memory.Gathers(make_sharding(config, layout, None, torch.float64).layers.sizes)
