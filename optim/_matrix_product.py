@@ -138,5 +138,5 @@ def _blocks(n: int, dtype: torch.dtype) -> int:
     units).
     """
     if dtype.itemsize >= 4:
-        return min(n // 128, 8) if n >= 512 else 1
+        return min(n // 256, 8) if n >= 768 else 1
     return max(1, min(n // 256, 2))
