@@ -151,5 +151,7 @@ def _stacks(x: Tensor) -> list[Tensor]:
 
 
 def _cut(x: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
+    if len(sizes) == 1:
+        return [x]
     starts = accumulate(sizes, initial=0)
     return [x.narrow(axis, start, size) for start, size in zip(starts, sizes, strict=False)]
