@@ -41,6 +41,7 @@ from ._masking import PartitionState as PartitionState
 from ._masking import masked as masked
 from ._masking import partition as partition
 from ._matrix_axes import MatrixAxes as MatrixAxes
+from ._matrix_axes import join_matrices as join_matrices
 from ._matrix_axes import matrix_scale as matrix_scale
 from ._matrix_axes import split_matrices as split_matrices
 from ._matrix_product import matrix_product as matrix_product

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 #: A number of equal blocks, or the size of each block.
@@ -122,6 +122,22 @@ def split_matrices(x: Tensor, axes: MatrixAxes, path: str) -> list[Tensor]:
     ]
 
 
+def join_matrices(stacks: Sequence[Tensor], axes: MatrixAxes, shape: Sequence[int], path: str) -> Tensor:
+    """Inverse of :func:`split_matrices` for a leaf of this shape that is not empty, out of place."""
+    outs, ins = check_blocks(axes, shape, path)
+    out, in_ = check_axes(axes, shape, path)
+    items = iter(stacks)
+
+    def joined(batch: Sequence[int]) -> Tensor:
+        if len(batch) > 1:
+            return torch.stack([joined(batch[1:]) for _ in range(batch[0])])
+        y = _cat([_cat([next(items) for _ in ins], -1) for _ in outs], -2)
+        return y if batch else y[0]
+
+    batch = [length for axis, length in enumerate(shape) if axis not in (out, in_)]
+    return joined(batch).movedim((-2, -1), (out, in_))
+
+
 def matrix_scale(rule: ScaleRule, rows: int, cols: int) -> float:
     """Return the factor of an orthogonalised matrix of ``rows`` outputs and ``cols`` inputs.
 
@@ -142,16 +158,15 @@ def matrix_scale(rule: ScaleRule, rows: int, cols: int) -> float:
 
 
 def _stacks(x: Tensor) -> list[Tensor]:
-    """Return [..., rows, cols] as stacks of one batch axis. Not by `unbind`, to whose results autograd does not let
-    anybody write.
-    """
+    """Return [..., rows, cols] as stacks of one batch axis."""
     if x.dim() <= 3:
         return [x if x.dim() == 3 else x[None]]
-    return [stack for index in range(x.shape[0]) for stack in _stacks(x[index])]
+    return [stack for part in x.unbind() for stack in _stacks(part)]
 
 
-def _cut(x: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
-    if len(sizes) == 1:
-        return [x]
-    starts = accumulate(sizes, initial=0)
-    return [x.narrow(axis, start, size) for start, size in zip(starts, sizes, strict=False)]
+def _cut(x: Tensor, sizes: Sequence[int], axis: int) -> Sequence[Tensor]:
+    return [x] if len(sizes) == 1 else x.split(list(sizes), axis)
+
+
+def _cat(xs: Sequence[Tensor], axis: int) -> Tensor:
+    return xs[0] if len(xs) == 1 else torch.cat(list(xs), axis)

@@ -27,6 +27,7 @@ from ._matrix_axes import (
     ScaleRule,
     check_axes,
     check_blocks,
+    join_matrices,
     matrix_scale,
     split_matrices,
 )
@@ -198,7 +199,15 @@ def muon(
     if foreach and mask is None and orthogonalize is orthogonalize_here:
         rule = _rule(beta, momentum, nesterov, scale, steps, coefficients, dtype, method, foreach)
         one = _one_pass(rule, axes, momentum_dtype, learning_rate, weight_decay)
-        return checked(GradientTransformation(chained.init, one), "muon")
+
+        def update(updates: Tree, state: Tree, params: Tree | None = None, /) -> tuple[Tree, Tree]:
+            # Autograd does not let anybody write to several views of a leaf in turn.
+            recorded = torch.is_grad_enabled() and any(
+                leaf.requires_grad for leaf in _tree.leaves_of((updates, state, params))
+            )
+            return (chained.update if recorded else one)(updates, state, params)
+
+        return checked(GradientTransformation(chained.init, update), "muon")
     return checked(chained, "muon")
 
 
@@ -260,13 +269,13 @@ def _one_pass(
         leaf_axes, paths = _leaf_axes(axes, spec), _tree.leaf_paths(spec)
         stacks = [_stacks(xs, leaf_axes, paths) for xs in (grads, old, leaves, mu, out)]
         for part in _cachefuls(stacks[0]):
-            some, some_old, some_leaves, some_mu, some_out = ([xs[i][run] for i, run in part] for xs in stacks)
+            some, some_old, some_leaves, some_mu, some_out = (_pieces(xs, part) for xs in stacks)
             new, mean = rule.momenta(cast(some, torch.float32), cast(some_old, torch.float32), count)
             new_out = torch._foreach_mul(_orthogonal(mean, rule.function, rule.scale), factor)
             if weight_decay:
                 torch._foreach_add_(new_out, cast(some_leaves, torch.float32), alpha=factor * weight_decay)
-            torch._foreach_copy_(some_mu, new)
-            torch._foreach_copy_(some_out, new_out)
+            for target, value in zip([*some_mu, *some_out], [*new, *new_out], strict=True):
+                target.copy_(value)
         new_state = ScaleByMuonState(count, _tree.unflatten(mu, spec))
         return _tree.unflatten(out, spec), (new_state, empty, rate_state)
 
@@ -303,13 +312,19 @@ def orthogonalize_whole(
     """
     leaves, spec = _tree.flatten(updates)
     leaf_axes, paths = _leaf_axes(axes, updates), _tree.leaf_paths(updates)
-    # Made from the leaves, so they are inside whatever torch.func transform those are in.
-    out = [leaf.new_empty(leaf.shape) for leaf in leaves]
-    stacks, results = _stacks(leaves, leaf_axes, paths), _stacks(out, leaf_axes, paths)
+    splits = [split_matrices(leaf, one, path) for leaf, one, path in zip(leaves, leaf_axes, paths, strict=True)]
+    stacks = [stack for split in splits for stack in split]
+    # Made from the stacks, so they are inside whatever torch.func transform those are in, and can be written to there.
+    results = [stack.new_empty(stack.shape) for stack in stacks]
     for part in _cachefuls(stacks):
-        some = _orthogonal([stacks[i][run] for i, run in part], function, scale)
-        for (i, run), result in zip(part, some, strict=True):
-            results[i][run].copy_(result)
+        some = _orthogonal(_pieces(stacks, part), function, scale)
+        for target, result in zip(_pieces(results, part), some, strict=True):
+            target.copy_(result)
+    rest = iter(results)
+    out = []
+    for split, leaf, one, path in zip(splits, leaves, leaf_axes, paths, strict=True):
+        own = [next(rest) for _ in split]
+        out.append(join_matrices(own, one, leaf.shape, path) if leaf.numel() else leaf.clone())
     return _tree.unflatten(out, spec)
 
 
@@ -319,14 +334,12 @@ def _leaf_axes(axes: Tree, tree: Tree) -> list[MatrixAxes]:
 
 def _stacks(leaves: Sequence[Tensor], axes: Sequence[MatrixAxes], paths: Sequence[str]) -> list[Tensor]:
     return [
-        stack
-        for leaf, one, path in zip(leaves, axes, paths, strict=True)
-        for stack in split_matrices(leaf, one, path)
+        stack for leaf, one, path in zip(leaves, axes, paths, strict=True) for stack in split_matrices(leaf, one, path)
     ]
 
 
-def _cachefuls(stacks: Sequence[Tensor]) -> Iterator[list[tuple[int, slice]]]:
-    """Deal all matrices out, a cacheful at a time, as (index of the stack, matrices of it).
+def _cachefuls(stacks: Sequence[Tensor]) -> Iterator[list[tuple[int, int, int]]]:
+    """Deal all matrices out, a cacheful at a time, as (index of the stack, first matrix, number of matrices).
 
     Those of one shape, lying or standing, go together from whatever leaf they are: one product of several
     small matrices keeps all cores busy where single ones do not.
@@ -337,19 +350,23 @@ def _cachefuls(stacks: Sequence[Tensor]) -> Iterator[list[tuple[int, slice]]]:
         groups.setdefault((min(rows, cols), max(rows, cols), stack.dtype, stack.device), []).append(index)
     for (rows, cols, _, device), members in groups.items():
         room = size = stack_size(rows, cols, device)
-        part: list[tuple[int, slice]] = []
+        part: list[tuple[int, int, int]] = []
         for index in members:
             start, end = 0, stacks[index].shape[0]
             while start < end:
-                stop = min(end, start + room)
-                part.append((index, slice(start, stop)))
-                room -= stop - start
-                start = stop
+                length = min(end - start, room)
+                part.append((index, start, length))
+                room -= length
+                start += length
                 if room == 0:
                     yield part
                     room, part = size, []
         if part:
             yield part
+
+
+def _pieces(stacks: Sequence[Tensor], part: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+    return [stacks[index].narrow(0, start, length) for index, start, length in part]
 
 
 def _orthogonal(stacks: Sequence[Tensor], function: Callable[[Tensor], Tensor], rule: ScaleRule) -> list[Tensor]:
