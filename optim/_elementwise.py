@@ -52,12 +52,14 @@ def add(xs: Sequence[Tensor], ys: Sequence[Tensor], *, alpha: float = 1.0, forea
     return [torch.add(x, y, alpha=alpha) for x, y in zip(xs, ys, strict=True)]
 
 
-def lerp(xs: Sequence[Tensor], ys: Sequence[Tensor], weight: float, *, foreach: bool) -> list[Tensor]:
-    """Return ``x + weight (y - x)`` for each pair."""
+def lerp(xs: Sequence[Tensor], ys: Sequence[Tensor], weight: Scalar, *, foreach: bool) -> list[Tensor]:
+    """Return ``x + weight (y - x)`` for each pair; ``weight`` is a float or a tensor []."""
     if not xs:
         return []
     if foreach:
-        return list(torch._foreach_lerp(list(xs), list(ys), weight))
+        return list(torch._foreach_lerp(list(xs), list(ys), number(weight)))
+    if isinstance(weight, Tensor):
+        return [torch.lerp(x, y, weight.to(x.dtype)) for x, y in zip(xs, ys, strict=True)]
     return [torch.lerp(x, y, weight) for x, y in zip(xs, ys, strict=True)]
 
 

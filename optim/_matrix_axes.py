@@ -3,11 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal, TypeAlias
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 #: A number of equal blocks, or the size of each block.
@@ -101,41 +99,43 @@ def _sizes(blocks: Blocks, length: int, name: str, path: str) -> list[int]:
 
 
 def split_matrices(x: Tensor, axes: MatrixAxes, path: str) -> list[Tensor]:
-    """Cut a leaf into stacks of matrices.
+    """Cut a leaf into stacks of matrices, all of them views: what is written to a stack is written to the leaf.
 
     Args:
-        x: the whole leaf.
+        x: the whole leaf, with any strides.
         axes: its matrices.
         path: its path, for errors.
 
     Returns:
-        Stacks [batch, rows = out, cols = in], one per block, equal neighbours merged into one stack. Views
-        where strides allow.
+        Stacks [batch, rows = out, cols = in], one per block and per index of all batch axes but the last.
+
+    Raises:
+        ValueError: a leaf without matrices, axes out of range, blocks that do not add up; names ``path``.
     """
     outs, ins = check_blocks(axes, x.shape, path)
     out, in_ = check_axes(axes, x.shape, path)
-    y = x.movedim((out, in_), (-2, -1))
-    y = y.reshape(-1, *y.shape[-2:])
     return [
-        _stack(block, out_count, in_count)
-        for rows, (_, out_count) in zip(_cut(y, outs, -2), _runs(outs), strict=True)
-        for block, (_, in_count) in zip(_cut(rows, ins, -1), _runs(ins), strict=True)
+        block
+        for stack in _stacks(x.movedim((out, in_), (-2, -1)))
+        for rows in _cut(stack, outs, -2)
+        for block in _cut(rows, ins, -1)
     ]
 
 
 def join_matrices(stacks: Sequence[Tensor], axes: MatrixAxes, shape: Sequence[int], path: str) -> Tensor:
-    """Inverse of :func:`split_matrices` for a leaf of this shape."""
+    """Inverse of :func:`split_matrices` for a leaf of this shape that is not empty, out of place."""
     outs, ins = check_blocks(axes, shape, path)
     out, in_ = check_axes(axes, shape, path)
-    rest = [length for axis, length in enumerate(shape) if axis not in (out, in_)]
-    batch = math.prod(rest)
     items = iter(stacks)
-    rows = []
-    for _, out_count in _runs(outs):
-        blocks = [_unstack(next(items), batch, out_count, in_count) for _, in_count in _runs(ins)]
-        rows.append(blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1))
-    y = rows[0] if len(rows) == 1 else torch.cat(rows, dim=-2)
-    return y.reshape(*rest, shape[out], shape[in_]).movedim((-2, -1), (out, in_))
+
+    def joined(batch: Sequence[int]) -> Tensor:
+        if len(batch) > 1:
+            return torch.stack([joined(batch[1:]) for _ in range(batch[0])])
+        y = _cat([_cat([next(items) for _ in ins], -1) for _ in outs], -2)
+        return y if batch else y[0]
+
+    batch = [length for axis, length in enumerate(shape) if axis not in (out, in_)]
+    return joined(batch).movedim((-2, -1), (out, in_))
 
 
 def matrix_scale(rule: ScaleRule, rows: int, cols: int) -> float:
@@ -157,32 +157,16 @@ def matrix_scale(rule: ScaleRule, rows: int, cols: int) -> float:
     raise ValueError(f"scale must be 'shape', 'match_rms' or 'spectral', got {rule!r}")
 
 
-def _runs(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return runs of equal sizes as (size, count)."""
-    runs: list[tuple[int, int]] = []
-    for size in sizes:
-        if runs and runs[-1][0] == size:
-            runs[-1] = (size, runs[-1][1] + 1)
-        else:
-            runs.append((size, 1))
-    return runs
+def _stacks(x: Tensor) -> list[Tensor]:
+    """Return [..., rows, cols] as stacks of one batch axis."""
+    if x.dim() <= 3:
+        return [x if x.dim() == 3 else x[None]]
+    return [stack for part in x.unbind() for stack in _stacks(part)]
 
 
-def _cut(x: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
-    lengths = [size * count for size, count in _runs(sizes)]
-    starts = [0, *accumulate(lengths)]
-    return [x.narrow(axis, start, length) for start, length in zip(starts, lengths, strict=False)]
+def _cut(x: Tensor, sizes: Sequence[int], axis: int) -> Sequence[Tensor]:
+    return [x] if len(sizes) == 1 else x.split(list(sizes), axis)
 
 
-def _stack(x: Tensor, out_count: int, in_count: int) -> Tensor:
-    if out_count == in_count == 1:
-        return x
-    pattern = "batch (outs rows) (ins cols) -> (batch outs ins) rows cols"
-    return rearrange(x, pattern, outs=out_count, ins=in_count)
-
-
-def _unstack(x: Tensor, batch: int, out_count: int, in_count: int) -> Tensor:
-    if out_count == in_count == 1:
-        return x
-    pattern = "(batch outs ins) rows cols -> batch (outs rows) (ins cols)"
-    return rearrange(x, pattern, batch=batch, outs=out_count, ins=in_count)
+def _cat(xs: Sequence[Tensor], axis: int) -> Tensor:
+    return xs[0] if len(xs) == 1 else torch.cat(list(xs), axis)

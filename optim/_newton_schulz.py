@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ._matrix_product import SMALL_PRODUCT_IN_STACK, add_product, matrix_product, symmetric_product, uses_onednn
+from ._matrix_product import SMALL_PRODUCT_IN_STACK, add_product, matrix_product, symmetric_product
 
 Triple: TypeAlias = tuple[float, float, float]
 Coefficients: TypeAlias = Triple | Sequence[Triple]
@@ -104,11 +104,11 @@ def newton_schulz(
         return x.clone()
     gram = method == "gram" or (method == "auto" and max(rows, cols) >= GRAM_ASPECT * min(rows, cols))
     stack = x.reshape(-1, rows, cols)
+    size = stack_size(rows, cols, x.device)
+    if stack.shape[0] <= size:
+        return _orthogonalise(stack, triples, exact, compute, gram).to(x.dtype).reshape(x.shape)
     # Made from `x`, so it is inside whatever torch.func transform `x` is in, and can be written to there.
     out = stack.new_empty(stack.shape)
-    # Of large matrices, oneDNN's product takes one at a time.
-    single = uses_onednn(x, compute) and min(rows, cols) ** 3 > SMALL_PRODUCT_IN_STACK
-    size = 1 if single else stack_size(rows, cols, x.device)
     for start in range(0, stack.shape[0], size):
         piece = stack[start : start + size]
         out[start : start + size] = _orthogonalise(piece, triples, exact, compute, gram)
@@ -163,10 +163,13 @@ def check_form(dtype: torch.dtype | None, method: str) -> None:
 
 def stack_size(rows: int, cols: int, device: torch.device) -> int:
     """Return how many matrices of a shape are iterated together: as many as the caches of the device like."""
-    if device.type == "cpu":
-        # One matrix per thread at least: a product of several is spread over threads without cutting any.
-        return max(torch.get_num_threads(), STACK_ELEMENTS_CPU // (rows * cols))
-    return max(1, STACK_ELEMENTS_ACCELERATOR // (rows * cols))
+    if device.type != "cpu":
+        return max(1, STACK_ELEMENTS_ACCELERATOR // (rows * cols))
+    if min(rows, cols) ** 3 > SMALL_PRODUCT_IN_STACK:
+        # Large enough for a product to keep all threads busy by itself.
+        return 1
+    # One matrix per thread at least: a product of several is spread over threads without cutting any.
+    return max(torch.get_num_threads(), STACK_ELEMENTS_CPU // (rows * cols))
 
 
 def _orthogonalise(

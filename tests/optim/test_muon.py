@@ -5,6 +5,7 @@ import math
 import chex
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,7 +132,7 @@ def test_ratio_of_two_groups_rates_survives_the_schedule():
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_split_and_join_are_inverse(data):
+def test_split_and_join_are_inverse_and_stacks_are_views(data):
     ndim = data.draw(st.integers(2, 4))
     out, in_ = data.draw(st.permutations(range(ndim)))[:2]
 
@@ -149,6 +150,10 @@ def test_split_and_join_are_inverse(data):
     stacks = optim.split_matrices(x, axes, "x")
     assert sum(stack.numel() for stack in stacks) == x.numel()
     assert torch.equal(optim.join_matrices(stacks, axes, x.shape, "x"), x)
+    copy = torch.full(shape, -1.0)
+    for view, stack in zip(optim.split_matrices(copy, axes, "copy"), stacks, strict=True):
+        view.copy_(stack)
+    assert torch.equal(copy, x)
 
 
 def test_same_shapes_of_different_leaves_are_stacked():
@@ -182,6 +187,61 @@ def test_orthogonalize_is_an_argument_that_gets_whole_leaves():
         return first_update(tx, params, params)
 
     chex.assert_trees_all_equal(step(orthogonalize=somewhere), step())
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": "sum"},
+        {"nesterov": False, "beta": 0.0},
+        {"momentum": "sum", "nesterov": False, "momentum_dtype": torch.bfloat16},
+    ],
+)
+def test_a_cacheful_at_a_time_equals_whole_leaves(options, size, monkeypatch):
+    """However matrices are dealt out, every one gets its own momentum, decay, scale and place."""
+    monkeypatch.setattr("functional_moe.optim._muon.stack_size", lambda rows, cols, device: size)
+    shapes = {"wide": (6, 9), "tall": (9, 6), "experts": (3, 6, 9), "layers": (2, 3, 9, 6), "heads": (8, 12)}
+    axes = dict.fromkeys(shapes, PLAIN) | {"heads": optim.MatrixAxes(out=-1, in_=-2, out_blocks=(6, 3, 3))}
+    axes["layers"] = optim.MatrixAxes(out=1, in_=2)
+    params, *grads = ({name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(4))
+    grads = [{name: g.movedim(0, -1).contiguous().movedim(-1, 0) for name, g in tree.items()} for tree in grads]
+
+    def train(**arguments):
+        tx = optim.muon(0.1, axes, weight_decay=0.1, **options, **arguments)
+        state, out = tx.init(params), []
+        for tree in grads:
+            updates, state = tx.update(tree, state, params)
+            out.append((updates, state))
+        return out
+
+    fast = train()
+    whole = train(orthogonalize=lambda updates, axes, whole: whole(updates, axes))
+    for other in (whole, train(foreach=False)):
+        for a, b in zip(pytree.tree_leaves(fast), pytree.tree_leaves(other), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert all(leaf.is_contiguous() for leaf in fast[0][0].values())
+
+
+def test_autograd_goes_through_an_update(monkeypatch):
+    """Tensors that require gradients are common outside of torch.func; their history is kept, not cut."""
+    axes = optim.MatrixAxes(-1, -2, out_blocks=2)
+    leaves = {"w": torch.randn(4, 6), "e": torch.randn(2, 4, 6)}
+    weights = {name: torch.randn(leaf.shape) for name, leaf in leaves.items()}
+
+    monkeypatch.setattr("functional_moe.optim._muon.stack_size", lambda rows, cols, device: 1)
+
+    def slopes(foreach):
+        tx = optim.muon(0.1, axes, weight_decay=0.1, foreach=foreach)
+        params, grads = ({name: leaf.clone().requires_grad_() for name, leaf in leaves.items()} for _ in range(2))
+        updates, _ = tx.update(grads, tx.init(params), params)
+        sum((updates[name] * weights[name]).sum() for name in leaves).backward()
+        assert all(tree["w"].grad is not None for tree in (params, grads))
+        return [leaf.grad for tree in (params, grads) for leaf in tree.values()]
+
+    for fast, plain in zip(slopes(True), slopes(False), strict=True):
+        torch.testing.assert_close(fast, plain)
 
 
 def test_momentum_dtype_and_decay_with_schedule():
@@ -241,5 +301,6 @@ def test_torch_muon_agrees_where_the_definitions_do(exact, monkeypatch):
 def test_a_stack_of_no_matrices_has_no_update():
     params = {"experts": torch.ones(0, 4, 8), "w": torch.ones(4, 8)}
     tx = optim.muon(0.1, optim.MatrixAxes(-1, -2))
-    updates, _ = tx.update(params, tx.init(params), params)
-    assert updates["experts"].shape == (0, 4, 8)
+    for optimizer in (tx, optim.muon(0.1, optim.MatrixAxes(-1, -2), foreach=False)):
+        updates, _ = optimizer.update(params, optimizer.init(params), params)
+        assert updates["experts"].shape == (0, 4, 8)
