@@ -139,9 +139,9 @@ def assign_owners(costs: Sequence[int], ranks: Sequence[Sequence[int]], initial_
     """
     if len(costs) != len(ranks):
         raise ValueError(f"assign_owners: {len(costs)} costs and ranks for {len(ranks)} items")
-    for name, values in (("cost", costs), ("initial load", initial_load)):
+    for name, values in (("a cost", costs), ("an initial load", initial_load)):
         if min(values, default=0) < 0:
-            raise ValueError(f"assign_owners: a {name} of {min(values)}; it must be at least 0")
+            raise ValueError(f"assign_owners: {name} of {min(values)}; it must be at least 0")
     load, owners = list(initial_load), [0] * len(costs)
     for item in _longest_first(costs):
         if not ranks[item]:
