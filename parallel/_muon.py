@@ -41,7 +41,7 @@ from ._collective_functions import Call, Pending
 from ._collectives import axis_index, axis_size
 from ._layout import Layout
 from ._mesh import axis_group, axis_sizes
-from ._muon_plan import Exchange, LeafPlan, Plan, Route, Slices, make_plan
+from ._muon_plan import Exchange, PlacedLeaf, Plan, Route, Slices, make_plan
 from ._tree import Tree, is_leaf, named_leaves, zip_leaves
 
 
@@ -110,7 +110,7 @@ def owner_orthogonalize(
     }
 
     @functools.lru_cache(maxsize=1)  # axes are the same at every step
-    def plan(leaves: tuple[LeafPlan, ...]) -> Plan:
+    def plan(leaves: tuple[PlacedLeaf, ...]) -> Plan:
         return make_plan(
             leaves,
             sizes,
@@ -125,7 +125,7 @@ def owner_orthogonalize(
         for path, (_, leaf_axes) in zip_leaves(updates, "the updates", ("the axes", axes)):
             if path not in known:
                 raise ValueError(f"the updates have a leaf {path!r} that the layout lacks")
-            leaves.append(LeafPlan(path, *known[path], leaf_axes))
+            leaves.append(PlacedLeaf(path, *known[path], leaf_axes))
         todo, shards = plan(tuple(leaves)), list(named_leaves(updates).values())
         _check_shards(leaves, todo, shards)
         results = _orthogonalize_shards(todo, leaves, shards, whole, dtype, group)
@@ -134,7 +134,7 @@ def owner_orthogonalize(
     return orthogonalize
 
 
-def _check_shards(leaves: Sequence[LeafPlan], plan: Plan, shards: Sequence[Tensor]) -> None:
+def _check_shards(leaves: Sequence[PlacedLeaf], plan: Plan, shards: Sequence[Tensor]) -> None:
     for leaf, expected, shard in zip(leaves, plan.shard_shapes, shards, strict=True):
         if tuple(shard.shape) != expected:
             raise ValueError(
@@ -147,7 +147,7 @@ def _check_shards(leaves: Sequence[LeafPlan], plan: Plan, shards: Sequence[Tenso
 
 def _orthogonalize_shards(
     plan: Plan,
-    leaves: Sequence[LeafPlan],
+    leaves: Sequence[PlacedLeaf],
     shards: Sequence[Tensor],
     whole: WholeFn,
     dtype: torch.dtype,

@@ -28,7 +28,7 @@ Slices: TypeAlias = tuple[slice, ...]
 _STEPS = 5  # of Newton-Schulz, as a rule; only ratios of costs matter, but for `flops_per_byte`
 
 
-class LeafPlan(NamedTuple):
+class PlacedLeaf(NamedTuple):
     """What is known of one leaf that Muon sees."""
 
     path: str
@@ -92,7 +92,7 @@ class _Matrix(NamedTuple):
     box: Box
     cost: int
     parts: tuple[_Part, ...]
-    candidates: tuple[int, ...]  # ranks that may own it, those that hold most of it first
+    candidates: tuple[int, ...]  # all ranks, those that hold most of it first
 
     @property
     def numel(self) -> int:
@@ -152,7 +152,7 @@ def assign_owners(costs: Sequence[int], ranks: Sequence[Sequence[int]], initial_
 
 
 def make_plan(
-    leaves: Sequence[LeafPlan],
+    leaves: Sequence[PlacedLeaf],
     sizes: Mapping[str, int],
     rank: int,
     *,
@@ -244,18 +244,17 @@ def _leaf_matrices(
         if _numel(box):
             holders.setdefault(box, []).append(rank)
 
-    split = [(axis, placed.dim) for axis, placed in enumerate(placements) if isinstance(placed, Shard)]
-    split = [(axis, dim) for axis, dim in split if tuple(sizes.values())[axis] > 1]
-    over_batch = [axis for axis, dim in split if dim not in (out, in_)]
+    cut = any(
+        isinstance(placed, Shard) and placed.dim in (out, in_) and parts > 1
+        for placed, parts in zip(placements, sizes.values(), strict=True)
+    )
 
     def matrix(box: Box) -> _Matrix:
         overlaps = [(_overlap(box, shard), ranks) for shard, ranks in holders.items()]
         parts = tuple(_Part(common, tuple(ranks)) for common, ranks in overlaps if _numel(common))
         held = {rank: _numel(part.box) for part in parts for rank in part.ranks}
-        # Where the stack itself is split, its matrices stay with the ranks that have this stretch of it.
-        stretch = {tuple(coordinates[rank][axis] for axis in over_batch) for rank in held}
-        candidates = [rank for rank, at in enumerate(coordinates) if tuple(at[axis] for axis in over_batch) in stretch]
-        candidates.sort(key=lambda rank: (-held.get(rank, 0), rank))
+        # Any rank may own it; at equal loads, one that holds much of it saves sending that.
+        candidates = sorted(range(len(coordinates)), key=lambda rank: (-held.get(rank, 0), rank))
         cost = newton_schulz_flops(box[out][1] - box[out][0], box[in_][1] - box[in_][0])
         return _Matrix(box, cost, parts, tuple(candidates))
 
@@ -263,7 +262,7 @@ def _leaf_matrices(
     choices[out], choices[in_] = _stretches(outs), _stretches(ins)
     return _LeafMatrices(
         tuple(shards),
-        any(dim in (out, in_) for _, dim in split),
+        cut,
         tuple(matrix(box) for box in itertools.product(*choices)),
     )
 
@@ -305,7 +304,7 @@ def _fill_buckets(
 def _bucket_of(
     rank: int,
     matrices: Sequence[tuple[int, _Matrix, int]],
-    leaves: Sequence[LeafPlan],
+    leaves: Sequence[PlacedLeaf],
     find: Callable[..., _LeafMatrices],
     coordinates: Sequence[tuple[int, ...]],
 ) -> Bucket:

@@ -79,9 +79,11 @@ def cases(draw, axes):
     return names, placed, options, draw(st.sampled_from(["shape", "match_rms", "spectral"]))
 
 
-def trained(tree, axes, scale, orthogonalize=optim.orthogonalize_here, cut=lambda tree: tree, nesterov=True):
-    """Parameters after two steps of Muon with decay."""
-    tx = optim.muon(0.1, axes, weight_decay=0.1, scale=scale, nesterov=nesterov, orthogonalize=orthogonalize)
+def trained(tree, axes, scale, orthogonalize=optim.orthogonalize_here, cut=lambda tree: tree):
+    """Parameters after two steps of Muon with decay. Its update is the momentum itself, which must stay as it is."""
+    tx = optim.muon(
+        0.1, axes, weight_decay=0.1, scale=scale, momentum="sum", nesterov=False, orthogonalize=orthogonalize
+    )
     params = cut(tree)
     state = tx.init(params)
     for step in range(2):

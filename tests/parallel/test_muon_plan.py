@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from functional_moe import parallel
 from functional_moe.optim import MatrixAxes
-from functional_moe.parallel._muon_plan import LeafPlan, make_plan, newton_schulz_flops
+from functional_moe.parallel._muon_plan import PlacedLeaf, make_plan, newton_schulz_flops
 
 IN_OUT = MatrixAxes(out=-1, in_=-2)
 
@@ -30,7 +30,7 @@ def cases(draw):
         stack = draw(st.sampled_from([(), (3,), (4,), (2, 2)]))
         place = st.sampled_from([Replicate(), *map(Shard, range(len(stack) + 2))])
         axes = MatrixAxes(out=-1, in_=-2, out_blocks=blocks)
-        leaves.append(LeafPlan(str(name), (*stack, rows, cols), draw(st.tuples(place, place, place)), axes))
+        leaves.append(PlacedLeaf(str(name), (*stack, rows, cols), draw(st.tuples(place, place, place)), axes))
     return leaves, sizes, draw(st.sampled_from([4, 100, 300, 1 << 20])), draw(st.sampled_from([0.0, 10.0, 1e9]))
 
 
@@ -60,15 +60,15 @@ def owned_by(plan):
 
 def test_owners_are_chosen_on_top_of_the_load_of_whole_matrices():
     rows = (Shard(0),)
-    leaves = [LeafPlan("stack", (3, 8, 8), rows, IN_OUT)]  # two on rank 0, one on rank 1
-    leaves += [LeafPlan(str(i), (8, 8), rows, IN_OUT) for i in range(3)]
+    leaves = [PlacedLeaf("stack", (3, 8, 8), rows, IN_OUT)]  # two on rank 0, one on rank 1
+    leaves += [PlacedLeaf(str(i), (8, 8), rows, IN_OUT) for i in range(3)]
     assert [owned_by(plan) for plan in plans_of(leaves, {"fsdp": 2})] == [[2], [1, 3]]
     assert [owned_by(plan) for plan in plans_of(leaves[1:], {"fsdp": 2})] == [[0, 2], [1]]
 
 
-def test_matrices_stay_among_the_ranks_that_share_their_stretch_of_the_stack():
+def test_at_equal_loads_an_owner_is_one_of_the_holders():
     sizes = {"fsdp": 2, "ep": 2}
-    leaves = [LeafPlan("experts", (4, 8, 6), (Shard(1), Shard(0)), IN_OUT)]
+    leaves = [PlacedLeaf("experts", (4, 8, 6), (Shard(1), Shard(0)), IN_OUT)]
     for rank, plan in enumerate(plans_of(leaves, sizes)):
         (bucket,) = plan.buckets
         assert len(bucket.owned) == 1
@@ -76,9 +76,16 @@ def test_matrices_stay_among_the_ranks_that_share_their_stretch_of_the_stack():
         assert peers == {(rank + 2) % 4}
 
 
+def test_owners_are_balanced_where_a_stack_is_split_unevenly():
+    # Experts 0 to 2 lie on ranks 0 and 2, experts 3 and 4 on 1 and 3.
+    leaves = [PlacedLeaf("experts", (5, 8, 6), (Shard(1), Shard(0)), IN_OUT)]
+    plans = plans_of(leaves, {"fsdp": 2, "ep": 2})
+    assert sorted(len(owned_by(plan)) for plan in plans) == [1, 1, 1, 2]
+
+
 def test_parts_come_from_the_copy_of_the_owner_and_results_go_to_all():
     sizes = {"replicate": 2, "fsdp": 2}
-    leaves = [LeafPlan(str(i), (8, 6), (Replicate(), Shard(0)), IN_OUT) for i in range(4)]
+    leaves = [PlacedLeaf(str(i), (8, 6), (Replicate(), Shard(0)), IN_OUT) for i in range(4)]
     for rank, plan in enumerate(plans_of(leaves, sizes)):
         (bucket,) = plan.buckets
         assert len(bucket.owned) == 1
@@ -89,14 +96,14 @@ def test_parts_come_from_the_copy_of_the_owner_and_results_go_to_all():
 def test_a_head_that_no_placement_cuts_stays_and_one_that_is_cut_goes_to_a_rank_that_holds_it():
     heads = MatrixAxes(out=-2, in_=-1, out_blocks=3)
     # 12 rows on two ranks: heads 0 and 2 are whole, head 1 is cut.
-    plans = plans_of([LeafPlan("o", (12, 5), (Shard(0),), heads)], {"fsdp": 2})
+    plans = plans_of([PlacedLeaf("o", (12, 5), (Shard(0),), heads)], {"fsdp": 2})
     assert [[where for _, where, _ in plan.matrices_here] for plan in plans] == [
         [(slice(0, 4), slice(0, 5))],
         [(slice(2, 6), slice(0, 5))],
     ]
     assert [owned_by(plan) for plan in plans] == [[0], []]
     # On eight ranks with something to do on two of them alone, an idle rank would do as well, but holds nothing of it.
-    (first, second, *rest) = plans_of([LeafPlan("o", (4, 5), (Shard(0), Replicate()), IN_OUT)], {"fsdp": 8, "ep": 1})
+    (first, second, *rest) = plans_of([PlacedLeaf("o", (4, 5), (Shard(0), Replicate()), IN_OUT)], {"fsdp": 8, "ep": 1})
     assert owned_by(first) == [0] and not any(map(owned_by, (second, *rest)))
 
 
@@ -110,7 +117,7 @@ def test_a_head_that_no_placement_cuts_stays_and_one_that_is_cut_goes_to_a_rank_
 )
 def test_what_does_not_fit_is_refused(placements, axes, message):
     with pytest.raises(ValueError, match=message):
-        plans_of([LeafPlan("w", (3, 4), placements, axes)], {"fsdp": 2})
+        plans_of([PlacedLeaf("w", (3, 4), placements, axes)], {"fsdp": 2})
 
 
 def test_flops_do_not_depend_on_the_side_a_matrix_lies_on():
