@@ -16,8 +16,15 @@ from ._copies import Copies as Copies
 from ._copies import Copy as Copy
 from ._copies import CudaCopies as CudaCopies
 from ._copies import HostCopies as HostCopies
+from ._costs import Costs as Costs
+from ._costs import SegmentSeconds as SegmentSeconds
+from ._costs import make_costs as make_costs
+from ._costs import measure_seconds as measure_seconds
 from ._execute import Execution as Execution
 from ._execute import execute as execute
+from ._hardware import Hardware as Hardware
+from ._hardware import Link as Link
+from ._hardware import Tier as Tier
 from ._profile import LiveBytes as LiveBytes
 from ._profile import SegmentProfile as SegmentProfile
 from ._profile import Sizes as Sizes
@@ -39,6 +46,9 @@ from ._schedule import ScheduleError as ScheduleError
 from ._schedule import Value as Value
 from ._schedule import describe as describe
 from ._schedule import stream_of as stream_of
+from ._simulate import Part as Part
+from ._simulate import Timeline as Timeline
+from ._simulate import simulate as simulate
 from ._store import ResidentStore as ResidentStore
 from ._store import Store as Store
 from ._store import add_leaves as add_leaves
