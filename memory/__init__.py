@@ -25,6 +25,16 @@ from ._execute import execute as execute
 from ._hardware import Hardware as Hardware
 from ._hardware import Link as Link
 from ._hardware import Tier as Tier
+from ._plan import PACES as PACES
+from ._plan import Pace as Pace
+from ._plan import Plan as Plan
+from ._plan import PlanError as PlanError
+from ._plan import Uniform as Uniform
+from ._plan import candidate_recipes as candidate_recipes
+from ._plan import keep_all as keep_all
+from ._plan import offload_all as offload_all
+from ._plan import plan as plan
+from ._plan import recompute_all as recompute_all
 from ._profile import LiveBytes as LiveBytes
 from ._profile import SegmentProfile as SegmentProfile
 from ._profile import Sizes as Sizes

@@ -172,15 +172,8 @@ def _memory(
     changes: list[tuple[float, int, int]] = []  # seconds; what is given back first; bytes
     fixed = {tier: sum(contents.values()) for tier, contents in fixed_contents(sizes, schedule).items()}
     before = fixed[HBM]
-    given: dict[tuple[str, int], tuple[str, ...]] = {}
-    for one, start, end, level in zip(schedule, times.start, times.end, levels, strict=True):
-        working = 0
-        if isinstance(one, Forward):
-            working = sizes.forward(one.segment, one.record, one.given)
-            if one.record:
-                given[one.segment, one.microbatch] = one.given
-        elif isinstance(one, Backward):
-            working = sizes.backward(one.segment, given[one.segment, one.microbatch])
+    needed = working_bytes(schedule, sizes)
+    for one, start, end, level, working in zip(schedule, times.start, times.end, levels, needed, strict=True):
         at = end if stream_of(one) == "compute" else start
         changes += [(start, 1, working), (end, 0, -working), (at, int(level > before), level - before)]
         before = level
@@ -188,6 +181,22 @@ def _memory(
     for tier in reports:
         if tier != HBM:
             out[tier] = _slab(schedule, sizes, times, tier, fixed.get(tier, 0))
+    return out
+
+
+def working_bytes(schedule: Schedule, sizes: Sizes) -> list[int]:
+    """What each instruction of ``compute`` needs while it runs."""
+    given: dict[tuple[str, int], tuple[str, ...]] = {}
+    out = []
+    for one in schedule:
+        working = 0
+        if isinstance(one, Forward):
+            working = sizes.forward(one.segment, one.record, one.given)
+            if one.record:
+                given[one.segment, one.microbatch] = one.given
+        elif isinstance(one, Backward):
+            working = sizes.backward(one.segment, given[one.segment, one.microbatch])
+        out.append(working)
     return out
 
 
