@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from ._chain import Chain, Segment, check_chain
 from ._schedule import (
+    HBM,
     HOST,
     Backward,
     ChainIndex,
@@ -35,6 +36,8 @@ class Recipe(NamedTuple):
     """Of the boundary in front of it. ``recompute`` replays the segment before it too."""
     residuals: Mapping[str, Policy] = {}
     """Of each residual; one that is not named is recomputed, a decision kept. Empty where the graph is kept."""
+    tier: str = HOST
+    """Where what is offloaded goes."""
 
 
 class Gathers(NamedTuple):
@@ -55,7 +58,6 @@ def make_schedule(
     microbatches: int = 1,
     order: Order = "depth_first",
     gathers: Gathers | None = None,
-    tier: str = HOST,
     lag: int = 1,
     lead: int = 1,
 ) -> Schedule:
@@ -68,7 +70,6 @@ def make_schedule(
       order: ``depth_first`` takes each microbatch through all segments before the next; ``layer_major`` takes all
         through a segment before the next segment, so that a gather serves all of them.
       gathers: of layers that are not whole here; by default all are resident.
-      tier: where offloaded values go.
       lag: after how many further runs of segments an offloaded value leaves HBM: time for its copy to end.
       lead: how many runs of segments before its use a value is fetched.
 
@@ -92,7 +93,7 @@ def make_schedule(
         if unknown := sorted(set(gathers.sizes) - set(chain.layers)):
             raise ValueError(f"gathers are for the layers {unknown}; the chain has {chain.layers}")
     program = _Program(_compute(chain, recipes, microbatches, order))
-    _move(program, chain, recipes, tier, lag, lead)
+    _move(program, chain, recipes, lag, lead)
     resident = frozenset(chain.layers)
     if gathers is not None:
         _gather(program, chain, gathers)
@@ -136,6 +137,8 @@ def _check_recipe(segment: Segment, recipe: Recipe, first: bool) -> None:
         raise ValueError(f"{where}: {decided} are decisions, which are never made twice; keep or offload them")
     if recipe.record and (recipe.residuals or recipe.input != "keep"):
         raise ValueError(f"{where}: it keeps its graph, which refers to its input; give no other policy")
+    if recipe.tier == HBM:
+        raise ValueError(f"{where}: tier = {HBM!r} is where values are computed; offload goes to a further one")
     if first and recipe.input != "keep":
         raise ValueError(f"{where}: the first segment has no input to {recipe.input}")
 
@@ -203,7 +206,7 @@ class _Program:
         )
 
 
-def _move(program: _Program, chain: Chain, recipes: Mapping[str, Recipe], tier: str, lag: int, lead: int) -> None:
+def _move(program: _Program, chain: Chain, recipes: Mapping[str, Recipe], lag: int, lead: int) -> None:
     """Drops what is not needed any more, and takes what is to be offloaded out and back."""
     index = ChainIndex(chain)
     # Of each value, when it is made, and when it is used: first by its own segment, last by the backward.
@@ -231,11 +234,11 @@ def _move(program: _Program, chain: Chain, recipes: Mapping[str, Recipe], tier: 
         idle = uses[value][0] if value.kind == "input" else begin
         again = next(position for position in uses[value] if position > idle)
         if policy == "offload" and again > idle + 1:
-            program.after[begin].append(Offload(value, tier))
+            program.after[begin].append(Offload(value, recipe.tier))
             leaves = min(idle + lag, again - 1)
             program.after[leaves].append(Drop(value))
-            program.before[max(again - lead, leaves + 1)].append(Fetch(value, tier))
-            program.before[again].append(Drop(value, tier))
+            program.before[max(again - lead, leaves + 1)].append(Fetch(value, recipe.tier))
+            program.before[again].append(Drop(value, recipe.tier))
         if policy == "recompute":
             # Made again for the replay: two lives, each with its own end.
             program.after[idle].append(Drop(value))

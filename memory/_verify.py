@@ -295,6 +295,9 @@ class _Memory:
                 self.slabs[place.tier].free(self.offsets.pop(place))
             if place.value.kind == "gradient":
                 del self.added[place.value.of]
+        if isinstance(instruction, ReduceScatter):
+            # In use until the sum is done, which the gradient's drop waits for.
+            self.held[HBM][Value("gradient", instruction.layer)] += self.sizes.reduction(instruction.layer)
         self.issued += 1
         for tier, levels in self.levels.items():
             self._note(tier, index, describe(instruction))
@@ -306,8 +309,6 @@ class _Memory:
             return self.sizes.backward(instruction.segment, given)
         if isinstance(instruction, Forward):
             return self.sizes.forward(instruction.segment, instruction.record, instruction.given)
-        if isinstance(instruction, ReduceScatter):
-            return self.sizes.reduction(instruction.layer)
         return 0
 
     def _size(self, value: Value, instruction: Instruction) -> int:
