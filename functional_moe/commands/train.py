@@ -25,7 +25,7 @@ from ..config import MoEConfig
 from ..data import Corpus, Data, Tokenizer, batch_at, check_vocabulary, load, load_tokenizer, windows_for_eval
 from ..flops import measure_matmul_rate, train_flops_per_token
 from ..generate import generate
-from ..model import Batch, loss_fn
+from ..model import Batch, init_balance, loss_fn
 from ..optim import GradientTransformation
 from ..optimizers import make_optimizer
 from ..parameters import abstract, init
@@ -84,6 +84,8 @@ def train(settings: TrainSettings) -> int:
 
 def _train_in(folder: Path, settings: TrainSettings) -> int:
     tokenizer = load_tokenizer(settings.data.tokenizer, settings.data.separator_token)
+    if settings.init_from is not None and not settings.resume:
+        check_tokenizer(settings.init_from, tokenizer)
     data = load(settings.data.paths, folder, tokenizer=tokenizer, text_field=settings.data.text_field)
     check_vocabulary("the data", data.train.vocab_size, settings.model.vocab_size)
     evaluation = _evaluation(data, settings)
@@ -151,7 +153,7 @@ def _claimed(settings: TrainSettings) -> Iterator[Path]:
 
 def _begun(settings: TrainSettings, folder: Path, data: Data) -> TrainState:
     """A new run. Its settings are written last: a folder with them in it holds a run that can be resumed."""
-    state = init_state(init(settings.model, settings.seed), _optimizer(settings), settings.model)
+    state = _first_state(settings)
     identity = {
         "fingerprint": data.train.fingerprint,
         "tokenizer": data.train.tokenizer,
@@ -161,6 +163,15 @@ def _begun(settings: TrainSettings, folder: Path, data: Data) -> TrainState:
     save_state(folder / STATE_FILE, state)
     write_text(folder / SETTINGS_FILE, to_json(dataclasses.replace(settings, out=folder)))
     return state
+
+
+def _first_state(settings: TrainSettings) -> TrainState:
+    """Random parameters, or those of another run with its routers' selection bias."""
+    if settings.init_from is None:
+        return init_state(init(settings.model, settings.seed), _optimizer(settings), settings.model)
+    template: dict[str, Any] = {"params": abstract(settings.model), "balance": init_balance(settings.model)}
+    stored = load_state(settings.init_from / STATE_FILE, template, partial=True)
+    return init_state(stored["params"], _optimizer(settings), settings.model)._replace(balance=stored["balance"])
 
 
 def _resumed(settings: TrainSettings, folder: Path, data: Data) -> tuple[TrainState, list[dict[str, Any]]]:
@@ -188,6 +199,16 @@ def read_identity(folder: Path) -> dict[str, str]:
         return {name: str(stored[name]) for name in ("fingerprint", "tokenizer", "summary")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StateError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raises ``SettingsError`` when ``tokenizer`` is not the one whose tokens the run in ``folder`` has learned."""
+    learned = read_identity(folder)["tokenizer"]
+    if tokenizer.fingerprint != learned:
+        raise SettingsError(
+            f"the run {folder} learned the tokens of {learned}, but the tokenizer is now {tokenizer.fingerprint}: "
+            "restore the tokenizer"
+        )
 
 
 def _optimizer(settings: TrainSettings) -> GradientTransformation:

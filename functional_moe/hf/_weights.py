@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +80,10 @@ def load(model_dir: str | Path, layout: Layout | None = None) -> Imported:
     hf_config = read_json(folder / CONFIG_FILE)
     family, config = family_of(hf_config), config_from_hf(hf_config)
     entries = _entries(folder)
+    if config.num_hidden_layers > len(entries):  # before a tree of as many layers is declared
+        raise HFError(
+            f"config.json: num_hidden_layers = {config.num_hidden_layers}, but {folder} has {len(entries)} tensors"
+        )
     found = _find(entries, config, family)
     left_out = _check_rest(folder, entries, {entry.name for _, entry in found}, hf_config, config)
 
@@ -208,7 +212,10 @@ def _find(entries: Mapping[str, Entry], config: MoEConfig, family: Family) -> li
     pieces = []
     for path, leaf in _declared(config).items():
         together = _pieces(path, leaf, stacked=True) if leaf.stack_name else []
-        pieces += together if together and entry_of(together[0].name) is not None else _pieces(path, leaf)
+        stacked = bool(together) and entry_of(together[0].name) is not None
+        if together and not stacked and config.num_experts > len(entries):
+            raise HFError(f"config.json: num_experts = {config.num_experts}, but there are {len(entries)} tensors")
+        pieces += together if stacked else _pieces(path, leaf)
     if family.selection_bias:
         pieces += _bias_pieces(config)
     found, missing = [], []
@@ -325,7 +332,7 @@ def save(
     dtype: torch.dtype = torch.float32,
     max_shard_size: int = 5_000_000_000,
     generation: Mapping[str, Any] | None = None,
-    beside: Iterable[Path] = (),
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Writes a model directory that ``transformers.AutoModelForCausalLM.from_pretrained`` loads.
 
@@ -341,7 +348,7 @@ def save(
         architectures that have one, are fp32.
       max_shard_size: bytes of a file; a larger tensor has a file of its own.
       generation: for ``generation_config.json``; its ids of tokens also go to ``config.json``.
-      beside: more files to put in, such as a tokenizer's.
+      beside: more files to put in, such as a tokenizer's: their contents by name.
 
     Raises:
       HFError: no architecture computes the same, the tree is not the configuration's, ``model_dir`` is taken or cannot
@@ -371,7 +378,7 @@ def save(
     by_name = dict(zip(planned, pieces, strict=True))
     ids = {name: (generation or {}).get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
-    with _appearing(folder) as partial:
+    with appearing(folder) as partial:
         files: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
             file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -382,8 +389,8 @@ def save(
             _write_json(partial / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": files})
         _write_json(partial / CONFIG_FILE, {**hf_config, **ids, "dtype": str(dtype).removeprefix("torch.")})
         _write_json(partial / GENERATION_FILE, {"_from_model_config": True, **ids, **(generation or {})})
-        for path in beside:
-            shutil.copyfile(path, partial / path.name)
+        for name, content in (beside or {}).items():
+            (partial / name).write_bytes(content)
 
 
 def _check_tree(config: MoEConfig, params: Params, balance: Tensor, family: Family) -> dict[str, Tensor]:
@@ -420,8 +427,12 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """A folder beside ``folder`` to be filled, which takes its name when the context ends well, and else vanishes."""
+def appearing(folder: Path) -> Iterator[Path]:
+    """A folder beside ``folder`` to be filled, which takes its name when the context ends well, and else vanishes.
+
+    Raises:
+      HFError: ``folder`` is taken, or cannot be written.
+    """
     folder = folder.absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise HFError(f"{folder} exists; remove it or choose another name")

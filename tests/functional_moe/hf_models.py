@@ -6,6 +6,7 @@ cannot go unnoticed.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe hidden = 2 width": ("glm4_moe", {"moe_intermediate_size": 8}),
 }
+
+
+def make_config(family: str) -> dict[str, Any]:
+    """The JSON object of a family's small configuration, as transformers writes it."""
+    config_class, own = FAMILIES[family]
+    return json.loads(config_class(**{**SMALL, **own}).to_json_string())  # type: ignore[no-any-return]
 
 
 def make_model(family: str, changes: dict[str, Any]) -> Any:
