@@ -295,12 +295,20 @@ def _check_windows(rest: dict[str, Any], model_type: str) -> None:
     used = rest.pop("use_sliding_window", None)
     if used not in (None, False):
         raise HFError(f"config.json: use_sliding_window = {used!r:.100} is not supported, only False")
-    reaches = window is None or (isinstance(window, int) and window >= rest.get("max_position_embeddings", 0))
-    if reaches or model_type in ("qwen3_moe", "qwen2_moe"):
+    if model_type in ("qwen3_moe", "qwen2_moe"):
         return  # there it counts with use_sliding_window alone
-    if model_type == "dots1" and (layer_types or rest.get("max_window_layers", 62) >= rest.get("num_hidden_layers", 0)):
+    if model_type == "dots1" and (
+        layer_types or _at_least(rest.get("max_window_layers", 62), rest, "num_hidden_layers")
+    ):
+        return
+    if window is None or _at_least(window, rest, "max_position_embeddings"):
         return
     raise HFError(f"config.json: sliding_window = {window!r:.100} is not supported, only None")
+
+
+def _at_least(value: Any, rest: Mapping[str, Any], key: str) -> bool:
+    bound = rest.get(key)
+    return isinstance(value, int) and isinstance(bound, int) and value >= bound
 
 
 def _rotary(rest: dict[str, Any], family: Family) -> dict[str, Any]:
