@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -89,10 +91,7 @@ def load(model_dir: str | Path, layout: Layout | None = None) -> Imported:
 
     declared = _declared(config)
     held = {path: _held(layout, path, leaf) for path, leaf in declared.items()}
-    leaves = {
-        path: torch.empty([part.stop - part.start for part in held[path]], dtype=leaf.dtype)
-        for path, leaf in declared.items()
-    }
+    leaves = {path: _empty([part.stop - part.start for part in held[path]]) for path in declared}
     balance = torch.zeros(config.num_moe_layers, config.num_experts)
     leaves["balance"], held["balance"] = balance, tuple(slice(0, size) for size in balance.shape)
     scratch = torch.empty(max(_BLOCK_NUMBERS, _BLOCK_ROWS[0] * max(entry.shape[-1] for _, entry in found)))
@@ -102,6 +101,18 @@ def load(model_dir: str | Path, layout: Layout | None = None) -> Imported:
     _, spec = pytree.tree_flatten(declare(config), is_leaf=_is_leaf)
     params = pytree.tree_unflatten([leaves[path] for path in declared], spec)
     return Imported(config, params if layout is None else from_local(params, layout), balance, left_out)
+
+
+def _empty(shape: Sequence[int]) -> Tensor:
+    """fp32 memory that nothing has been written to.
+
+    It is numpy's, which asks the system for large pages: getting torch's small ones takes as long as filling them. The
+    first numbers are left out up to a cache line, where torch's own memory begins.
+    """
+    size, line = math.prod(shape), 16
+    memory = np.empty(size + line, np.float32)
+    start = -(memory.ctypes.data // memory.itemsize) % line
+    return torch.from_numpy(memory[start : start + size]).view(tuple(shape))
 
 
 def _is_leaf(node: object) -> bool:
@@ -293,7 +304,7 @@ def _fill(reader: Reader, leaf: Tensor, held: tuple[slice, ...], piece: _Piece, 
     Args:
       leaf: the shard.
       held: the part of the whole leaf that it is.
-      scratch: fp32, for a block of rows.
+      scratch: memory for a block of rows.
     """
     target, source = [], []
     for part, have in zip(piece.where, held, strict=True):
@@ -315,7 +326,7 @@ def _fill(reader: Reader, leaf: Tensor, held: tuple[slice, ...], piece: _Piece, 
         count = len(block)
         if piece.is_transposed:
             # In two steps: torch turns a block into contiguous memory several times faster than into columns.
-            turned = scratch[: width * count].view(width, count)
+            turned = scratch.view(block.dtype)[: width * count].view(width, count)
             turned.copy_(block.t())
             view[matrix, :, row : row + count] = turned
         else:
