@@ -123,6 +123,8 @@ def _claimed(settings: TrainSettings) -> Iterator[Path]:
         if settings.out is None:
             raise SettingsError("--resume: say which run with --out")
         check_same_run(read_settings(settings.out / SETTINGS_FILE), settings)
+        if not (settings.out / METRICS_FILE).exists() and not read_identity(settings.out)["fingerprint"]:
+            raise SettingsError(f"--resume: the run {settings.out} has no steps to resume; start with --init-from")
         candidates: Iterable[Path] = (settings.out,)
     elif settings.out is not None:
         candidates = (settings.out,)
