@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from ..config import MoEConfig, preset
+from ..data import ChatTemplate, Form, Template
 from ..optimizers import OptimizerSettings
 from ..state_file import StateError
 
@@ -27,10 +28,28 @@ class DataSettings:
     the Python standard library, as bytes."""
     text_field: str = "text"
     """The field of a .jsonl line that holds the text."""
+    format: Form = "text"
+    """What .jsonl lines hold: text; completion: a prompt and a completion; chat: messages, each a role and a content,
+    which the tokenizer's chat template writes. Of the last two only completions and the assistant's messages are
+    learned."""
     tokenizer: Path | None = None
     """A ``tokenizers`` JSON file. Without one, text is read as bytes."""
     separator_token: str | None = None
     """The tokenizer's special token that stands between documents."""
+
+
+def chat_template(form: Form, tokenizer: Path | None) -> Template | None:
+    """The template that a format needs.
+
+    Raises:
+      SettingsError: conversations without a tokenizer.
+      DataError: the tokenizer has no template.
+    """
+    if form != "chat":
+        return None
+    if tokenizer is None:
+        raise SettingsError("--format chat: bytes have no chat template; give a tokenizer")
+    return ChatTemplate(tokenizer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..bigram import MAX_VOCABULARY, fit_bigram
 from ..config import MoEConfig
+from ..cross_entropy import IGNORE_INDEX
 from ..data import Corpus, Data, Tokenizer, batch_at, check_vocabulary, load, load_tokenizer, windows_for_eval
 from ..flops import measure_matmul_rate, train_flops_per_token
 from ..generate import generate
@@ -32,7 +33,7 @@ from ..parameters import abstract, init
 from ..state_file import StateError, load_state, save_state, write_text, writing
 from ..train_step import StepMetrics, TrainState, init_state, make_train_step
 from .progress import Progress, printable, save_picture
-from .settings import SettingsError, TrainSettings, check_same_run, read_settings, resolved, to_json
+from .settings import SettingsError, TrainSettings, chat_template, check_same_run, read_settings, resolved, to_json
 
 SETTINGS_FILE = "settings.json"
 LOCK_FILE = ".lock"
@@ -72,7 +73,7 @@ class Evaluation(NamedTuple):
     """The held-out windows, and what a bigram model scores on them."""
 
     batches: list[Batch]
-    bigram: float | None  # nats per token; None when the vocabulary is too large for one
+    bigram: float | None  # nats per token; None when the vocabulary is too large for one, or not all is learned
 
 
 def train(settings: TrainSettings) -> int:
@@ -86,7 +87,14 @@ def _train_in(folder: Path, settings: TrainSettings) -> int:
     tokenizer = load_tokenizer(settings.data.tokenizer, settings.data.separator_token)
     if settings.init_from is not None and not settings.resume:
         check_tokenizer(settings.init_from, tokenizer)
-    data = load(settings.data.paths, folder, tokenizer=tokenizer, text_field=settings.data.text_field)
+    data = load(
+        settings.data.paths,
+        folder,
+        tokenizer=tokenizer,
+        text_field=settings.data.text_field,
+        form=settings.data.format,
+        template=chat_template(settings.data.format, settings.data.tokenizer),
+    )
     check_vocabulary("the data", data.train.vocab_size, settings.model.vocab_size)
     evaluation = _evaluation(data, settings)
     state, first_records = _resumed(settings, folder, data) if settings.resume else (_begun(settings, folder, data), [])
@@ -123,7 +131,7 @@ def _claimed(settings: TrainSettings) -> Iterator[Path]:
         if settings.out is None:
             raise SettingsError("--resume: say which run with --out")
         check_same_run(read_settings(settings.out / SETTINGS_FILE), settings)
-        if not (settings.out / METRICS_FILE).exists() and not read_identity(settings.out)["fingerprint"]:
+        if not read_identity(settings.out)["fingerprint"]:
             raise SettingsError(f"--resume: the run {settings.out} has no steps to resume; start with --init-from")
         candidates: Iterable[Path] = (settings.out,)
     elif settings.out is not None:
@@ -223,17 +231,23 @@ def _evaluation(data: Data, settings: TrainSettings) -> Evaluation:
     )
     # Asked for here, so that a corpus shorter than a window is refused before anything is computed.
     batch_at(data.train, 0, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=settings.seed)
-    if data.train.vocab_size > MAX_VOCABULARY:
+    if not any(_targets(batch) for batch in batches):
+        raise SettingsError(
+            "the held-out windows have no token to be learned: give more examples, or a longer --seq-len"
+        )
+    if data.train.is_marked or data.train.vocab_size > MAX_VOCABULARY:
         return Evaluation(batches, None)
     bigram = fit_bigram(data.train)
     return Evaluation(batches, _mean([(float(bigram.loss(b["tokens"], b["targets"])), b) for b in batches]))
 
 
 def _mean(losses: list[tuple[float, Batch]]) -> float:
-    """The mean over tokens of batches' means; all their targets count, as packed text has none to ignore."""
-    return sum(loss * batch["targets"].numel() for loss, batch in losses) / sum(
-        batch["targets"].numel() for _, batch in losses
-    )
+    """The mean over predicted tokens of batches' means."""
+    return sum(loss * _targets(batch) for loss, batch in losses) / sum(_targets(batch) for _, batch in losses)
+
+
+def _targets(batch: Batch) -> int:
+    return int((batch["targets"] != IGNORE_INDEX).sum())
 
 
 def evaluate(state: TrainState, batches: list[Batch], config: MoEConfig) -> float:
