@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from functional_moe import hf, parallel
 from functional_moe.config import MoEConfig
@@ -61,6 +62,23 @@ def write(folder: Path, config: MoEConfig) -> None:
     hf.save(folder, config, params, balance, max_shard_size=3000)
 
 
+def stack_experts(folder: Path, config: MoEConfig) -> None:
+    """The same model in one file, the experts of each layer stacked."""
+    (folder / "model.safetensors.index.json").unlink()
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+        path.unlink()
+    for layer in filter(config.is_moe_layer, range(config.num_hidden_layers)):
+        at = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{at}.{expert}.{matrix}_proj.weight") for expert in range(config.num_experts)])
+            for matrix in ("gate", "up", "down")
+        )
+        tensors |= {f"{at}.gate_up_proj": torch.cat([gate, up], dim=1), f"{at}.down_proj": down}
+    save_file(tensors, folder / "model.safetensors")
+
+
 def load_on_mesh(folder: str, fsdp: int, ep: int) -> tuple[Any, torch.Tensor, int]:
     """What all ranks read together, and the bytes that this one read."""
     count, real = [0], _files.os.preadv
@@ -81,10 +99,13 @@ def load_on_mesh(folder: str, fsdp: int, ep: int) -> tuple[Any, torch.Tensor, in
     return parallel.unshard(loaded.params), loaded.balance, count[0]
 
 
+@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(("fsdp", "ep"), [(1, 2), (2, 1), (2, 2), (4, 1)])
-def test_shards_equal_the_whole(tmp_path: Path, fsdp: int, ep: int) -> None:
+def test_shards_equal_the_whole(tmp_path: Path, fsdp: int, ep: int, stacked: bool) -> None:
     write(tmp_path / "model", ODD)
     whole = hf.load(tmp_path / "model")
+    if stacked:
+        stack_experts(tmp_path / "model", ODD)
     expected = named_leaves(whole.params)
     for params, balance, _ in parallel.spawn(load_on_mesh, fsdp * ep, str(tmp_path / "model"), fsdp, ep, timeout=120.0):
         ours = named_leaves(params)
