@@ -21,7 +21,7 @@ from functional_moe.optim import path_name
 from functional_moe.parameters import Leaf, Params, declare
 from functional_moe.tree import named_leaves
 
-from .hf_models import CASES, FAMILIES, make_config, write_model
+from .hf_models import CASES, FAMILIES, RELEASED, make_config, write_model
 
 # fp32 models of two layers, whose sums run in another order.
 LOGIT_TOLERANCE = 1e-4
@@ -166,6 +166,24 @@ def test_an_older_config_is_the_same_model(tmp_path: Path) -> None:
         old |= {"rope_theta": rope["rope_theta"], "rope_scaling": None, "torch_dtype": "bfloat16"}
         old |= {"partial_rotary_factor": rope["partial_rotary_factor"]} if "partial_rotary_factor" in rope else {}
         assert hf.config_from_hf(old) == hf.config_from_hf(new), family
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("Qwen3-30B-A3B", 30.5, 3.3),
+        ("Mixtral-8x7B-v0.1", 46.7, 12.9),
+        ("OLMoE-1B-7B-0924", 6.9, 1.3),
+        ("Qwen1.5-MoE-A2.7B", 14.3, 2.7),
+        ("GLM-4.5-Air", 106, 13),
+        ("dots.llm1", 142, 14),
+    ],
+)
+def test_released_models_have_the_size_they_are_known_for(name: str, total: float, active: float) -> None:
+    config = hf.config_from_hf(RELEASED[name])
+    assert config.num_params / 1e9 == pytest.approx(total, rel=0.01)
+    assert config.num_active_params / 1e9 == pytest.approx(active, rel=0.04)
+    assert hf.config_from_hf(hf.config_to_hf(config, RELEASED[name]["model_type"])) == config
 
 
 def test_a_model_without_an_architecture_is_told_why() -> None:
