@@ -5,6 +5,8 @@ bytes into memory as they are; ours besides turns every matrix, puts blocks side
 (against a reading followed by ``.float()`` there, as its result is twice as large). The file is in the page cache, so
 the disk is left out: the hardest case for us. The contenders are run in turn.
 
+Most of the time is that of getting fresh memory from the system, which varies where memory is scarce or virtual.
+
     python benchmarks/hf_load.py
 """
 
