@@ -15,7 +15,7 @@ from ..parameters import abstract
 from ..state_file import load_state
 from .progress import printable
 from .settings import SettingsError, read_settings
-from .train import SETTINGS_FILE, STATE_FILE, read_identity
+from .train import SETTINGS_FILE, STATE_FILE, check_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,12 +40,7 @@ def sample(settings: SampleSettings) -> int:
     """Prints the prompt and its continuation."""
     run = read_settings(settings.run / SETTINGS_FILE)
     tokenizer = load_tokenizer(run.data.tokenizer, run.data.separator_token)
-    trained_with = read_identity(settings.run)["tokenizer"]
-    if tokenizer.fingerprint != trained_with:
-        raise SettingsError(
-            f"--run {settings.run} learned the tokens of {trained_with}, but {run.data.tokenizer or 'bytes'} is "
-            f"{tokenizer.fingerprint}: restore the tokenizer"
-        )
+    check_tokenizer(settings.run, tokenizer)
     template: dict[str, Any] = {"params": abstract(run.model), "balance": init_balance(run.model)}
     state = load_state(settings.run / STATE_FILE, template, partial=True)
     try:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from ..config import MoEConfig, preset
+from ..data import ChatTemplate, Form, Template
 from ..optimizers import OptimizerSettings
 from ..state_file import StateError
 
@@ -27,10 +28,28 @@ class DataSettings:
     the Python standard library, as bytes."""
     text_field: str = "text"
     """The field of a .jsonl line that holds the text."""
+    format: Form = "text"
+    """What .jsonl lines hold: text; completion: a prompt and a completion; chat: messages, each a role and a content,
+    which the tokenizer's chat template writes. Of the last two only completions and the assistant's messages are
+    learned."""
     tokenizer: Path | None = None
     """A ``tokenizers`` JSON file. Without one, text is read as bytes."""
     separator_token: str | None = None
     """The tokenizer's special token that stands between documents."""
+
+
+def chat_template(form: Form, tokenizer: Path | None) -> Template | None:
+    """The template that a format needs.
+
+    Raises:
+      SettingsError: conversations without a tokenizer.
+      DataError: the tokenizer has no template.
+    """
+    if form != "chat":
+        return None
+    if tokenizer is None:
+        raise SettingsError("--format chat: bytes have no chat template; give a tokenizer")
+    return ChatTemplate(tokenizer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +88,8 @@ class TrainSettings:
     """Length of the sample at the end; 0 for none."""
     out: Path | None = None
     """Folder of the run; must not hold one already, unless it is resumed. Default: the next free runs/PRESET-N."""
+    init_from: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """Folder of a run, such as an imported one, whose model, tokenizer and weights to start from."""
     resume: bool = False
     """Continue the run in ``--out``. Its own settings are taken; flags given besides must agree with them."""
     save_every: int = 100
@@ -109,7 +130,8 @@ def resolved(settings: TrainSettings) -> TrainSettings:
         paths=tuple(path.absolute() for path in settings.data.paths),
         tokenizer=None if tokenizer is None else tokenizer.absolute(),
     )
-    return dataclasses.replace(settings, data=data)
+    init_from = None if settings.init_from is None else settings.init_from.absolute()
+    return dataclasses.replace(settings, data=data, init_from=init_from)
 
 
 def to_json(settings: TrainSettings) -> str:
@@ -128,12 +150,13 @@ def read_settings(path: Path) -> TrainSettings:
         data = values.pop("data")
         paths = tuple(map(Path, data.pop("paths")))
         tokenizer = data.pop("tokenizer")
-        out = values.pop("out")
+        out, init_from = values.pop("out"), values.pop("init_from")
         return TrainSettings(
             model=MoEConfig(**values.pop("model")),
             optimizer=OptimizerSettings(**values.pop("optimizer")),
             data=DataSettings(paths=paths, tokenizer=Path(tokenizer) if tokenizer else None, **data),
             out=Path(out) if out else None,
+            init_from=Path(init_from) if init_from else None,
             **values,
         )
     except FileNotFoundError as error:

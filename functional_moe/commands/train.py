@@ -23,17 +23,18 @@ from torch import Tensor
 from ..bigram import MAX_VOCABULARY, fit_bigram
 from ..chain import loss_fn
 from ..config import MoEConfig
+from ..cross_entropy import IGNORE_INDEX
 from ..data import Corpus, Data, Tokenizer, batch_at, check_vocabulary, load, load_tokenizer, windows_for_eval
 from ..flops import measure_matmul_rate, train_flops_per_token
 from ..generate import generate
-from ..model import Batch
+from ..model import Batch, init_balance
 from ..optim import GradientTransformation
 from ..optimizers import make_optimizer
 from ..parameters import abstract, init
 from ..state_file import StateError, load_state, save_state, write_text, writing
 from ..train_step import StepMetrics, TrainState, init_state, make_train_step
 from .progress import Progress, printable, save_picture
-from .settings import SettingsError, TrainSettings, check_same_run, read_settings, resolved, to_json
+from .settings import SettingsError, TrainSettings, chat_template, check_same_run, read_settings, resolved, to_json
 
 SETTINGS_FILE = "settings.json"
 LOCK_FILE = ".lock"
@@ -73,7 +74,7 @@ class Evaluation(NamedTuple):
     """The held-out windows, and what a bigram model scores on them."""
 
     batches: list[Batch]
-    bigram: float | None  # nats per token; None when the vocabulary is too large for one
+    bigram: float | None  # nats per token; None when the vocabulary is too large for one, or not all is learned
 
 
 def train(settings: TrainSettings) -> int:
@@ -85,7 +86,16 @@ def train(settings: TrainSettings) -> int:
 
 def _train_in(folder: Path, settings: TrainSettings) -> int:
     tokenizer = load_tokenizer(settings.data.tokenizer, settings.data.separator_token)
-    data = load(settings.data.paths, folder, tokenizer=tokenizer, text_field=settings.data.text_field)
+    if settings.init_from is not None and not settings.resume:
+        check_tokenizer(settings.init_from, tokenizer)
+    data = load(
+        settings.data.paths,
+        folder,
+        tokenizer=tokenizer,
+        text_field=settings.data.text_field,
+        form=settings.data.format,
+        template=chat_template(settings.data.format, settings.data.tokenizer),
+    )
     check_vocabulary("the data", data.train.vocab_size, settings.model.vocab_size)
     evaluation = _evaluation(data, settings)
     state, first_records = _resumed(settings, folder, data) if settings.resume else (_begun(settings, folder, data), [])
@@ -122,6 +132,8 @@ def _claimed(settings: TrainSettings) -> Iterator[Path]:
         if settings.out is None:
             raise SettingsError("--resume: say which run with --out")
         check_same_run(read_settings(settings.out / SETTINGS_FILE), settings)
+        if not read_identity(settings.out)["fingerprint"]:
+            raise SettingsError(f"--resume: the run {settings.out} has no steps to resume; start with --init-from")
         candidates: Iterable[Path] = (settings.out,)
     elif settings.out is not None:
         candidates = (settings.out,)
@@ -152,7 +164,7 @@ def _claimed(settings: TrainSettings) -> Iterator[Path]:
 
 def _begun(settings: TrainSettings, folder: Path, data: Data) -> TrainState:
     """A new run. Its settings are written last: a folder with them in it holds a run that can be resumed."""
-    state = init_state(init(settings.model, settings.seed), _optimizer(settings), settings.model)
+    state = _first_state(settings)
     identity = {
         "fingerprint": data.train.fingerprint,
         "tokenizer": data.train.tokenizer,
@@ -162,6 +174,15 @@ def _begun(settings: TrainSettings, folder: Path, data: Data) -> TrainState:
     save_state(folder / STATE_FILE, state)
     write_text(folder / SETTINGS_FILE, to_json(dataclasses.replace(settings, out=folder)))
     return state
+
+
+def _first_state(settings: TrainSettings) -> TrainState:
+    """Random parameters, or those of another run with its routers' selection bias."""
+    if settings.init_from is None:
+        return init_state(init(settings.model, settings.seed), _optimizer(settings), settings.model)
+    template: dict[str, Any] = {"params": abstract(settings.model), "balance": init_balance(settings.model)}
+    stored = load_state(settings.init_from / STATE_FILE, template, partial=True)
+    return init_state(stored["params"], _optimizer(settings), settings.model)._replace(balance=stored["balance"])
 
 
 def _resumed(settings: TrainSettings, folder: Path, data: Data) -> tuple[TrainState, list[dict[str, Any]]]:
@@ -191,6 +212,16 @@ def read_identity(folder: Path) -> dict[str, str]:
         raise StateError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
 
 
+def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raises ``SettingsError`` when ``tokenizer`` is not the one whose tokens the run in ``folder`` has learned."""
+    learned = read_identity(folder)["tokenizer"]
+    if tokenizer.fingerprint != learned:
+        raise SettingsError(
+            f"the run {folder} learned the tokens of {learned}, but the tokenizer is now {tokenizer.fingerprint}: "
+            "restore the tokenizer"
+        )
+
+
 def _optimizer(settings: TrainSettings) -> GradientTransformation:
     return make_optimizer(settings.model, settings.optimizer, settings.steps)
 
@@ -201,17 +232,23 @@ def _evaluation(data: Data, settings: TrainSettings) -> Evaluation:
     )
     # Asked for here, so that a corpus shorter than a window is refused before anything is computed.
     batch_at(data.train, 0, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=settings.seed)
-    if data.train.vocab_size > MAX_VOCABULARY:
+    if not any(_targets(batch) for batch in batches):
+        raise SettingsError(
+            "the held-out windows have no token to be learned: give more examples, or a longer --seq-len"
+        )
+    if data.train.is_marked or data.train.vocab_size > MAX_VOCABULARY:
         return Evaluation(batches, None)
     bigram = fit_bigram(data.train)
     return Evaluation(batches, _mean([(float(bigram.loss(b["tokens"], b["targets"])), b) for b in batches]))
 
 
 def _mean(losses: list[tuple[float, Batch]]) -> float:
-    """The mean over tokens of batches' means; all their targets count, as packed text has none to ignore."""
-    return sum(loss * batch["targets"].numel() for loss, batch in losses) / sum(
-        batch["targets"].numel() for _, batch in losses
-    )
+    """The mean over predicted tokens of batches' means."""
+    return sum(loss * _targets(batch) for loss, batch in losses) / sum(_targets(batch) for _, batch in losses)
+
+
+def _targets(batch: Batch) -> int:
+    return int((batch["targets"] != IGNORE_INDEX).sum())
 
 
 def evaluate(state: TrainState, batches: list[Batch], config: MoEConfig) -> float:
