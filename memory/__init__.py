@@ -23,6 +23,8 @@ from ._profile import SegmentProfile as SegmentProfile
 from ._profile import Sizes as Sizes
 from ._profile import Variant as Variant
 from ._profile import profile_chain as profile_chain
+from ._remat import name as name
+from ._remat import remat as remat
 from ._schedule import HBM as HBM
 from ._schedule import HOST as HOST
 from ._schedule import Backward as Backward
