@@ -25,6 +25,7 @@ from ._copies import Copies, Copy, HostCopies
 from ._pool import aligned
 
 Out = TypeVar("Out")
+T = TypeVar("T")
 
 
 def remat(
@@ -139,7 +140,7 @@ class _Frame:
 
 
 class _Frames(threading.local):
-    """The functions under ``remat`` that are running, the innermost last: autograd runs backwards in its own threads."""
+    """The functions under ``remat`` that are running, the innermost last. Autograd has threads of its own."""
 
     def __init__(self) -> None:
         self.stack: list[_Frame] = []
@@ -156,7 +157,7 @@ def _given(label: str, value: Any, kept: Any) -> Any:
             f"the replay gives {label!r} the shape {tuple(value.shape)} and {value.dtype}; kept were "
             f"{tuple(kept.shape)} and {kept.dtype}"
         )
-    return _Given.apply(value, kept) if value.is_floating_point() or value.is_complex() else kept
+    return _Given.apply(value, kept) if _is_differentiable(value) else kept
 
 
 class _Given(torch.autograd.Function):
@@ -297,11 +298,10 @@ class _Host:
         stored = []
         for tensor, piece in zip(tensors, slab.split(sizes), strict=True):
             flat = piece[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
-            # ``data``, whose version is its own: autograd would take the copy's arrival for a change of what it saved.
-            stored.append(flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride()).data)
-        trace.leaving = [self._copies.start(a, b) for a, b in zip(tensors, stored, strict=True)]
-        self._leaving = trace.leaving
-        return stored
+            stored.append(flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride()))
+        self._leaving = trace.leaving = [self._copies.start(a, b) for a, b in zip(tensors, stored, strict=True)]
+        # ``data`` has a version of its own: autograd would take the copy's arrival for a change of what it saved.
+        return [tensor.data for tensor in stored]
 
     def load(self, tensors: list[Tensor], trace: _Trace, device: torch.device) -> list[Tensor]:
         """Copies of what was stored, on ``device``."""
@@ -341,6 +341,8 @@ class _Remat(torch.autograd.Function):
         device = inputs[0].device.type if inputs else "cpu"
         if torch.is_autocast_enabled(device):
             raise ValueError("autocast is on, and would not be the same in the replay: convert inside the function")
+        for copy in call.trace.leaving:
+            copy.wait()
         drawn = torch.get_rng_state()
         # With gradients on and inputs that have none, a graph can only come from a tensor that is no argument.
         with torch.enable_grad(), _Arguments():
@@ -361,6 +363,7 @@ class _Remat(torch.autograd.Function):
         outputs = ctx.call.trace.outputs
         ctx.count = len(outputs.positions)
         kept = output[ctx.count :]
+        ctx.moving = tuple(map(_is_differentiable, output[: ctx.count]))
         ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*kept, *inputs[1:])
@@ -379,17 +382,13 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        inputs = saved[len(saved) - len(tangents) :]
-        moving = tuple(tangent is not None for tangent in tangents)
+        call, kept_count = ctx.call, len(ctx.saved_tensors) - len(tangents)
 
-        def outputs(*some: Tensor) -> Tensors:
-            return ctx.call.run(None, _merged(inputs, some, moving))[0]
+        def outputs(*tensors: Tensor) -> Tensors:
+            return tuple(filter(_is_differentiable, call.run(tensors[:kept_count], tensors[kept_count:])[0]))
 
-        primals = tuple(one for one, moves in zip(inputs, moving, strict=True) if moves)
-        _, found = torch.func.jvp(outputs, primals, tuple(one for one in tangents if one is not None))
-        own = (one if one.is_floating_point() or one.is_complex() else None for one in found)
-        return (*own, *(None,) * (len(saved) - len(tangents)))
+        found = iter(_jvp(outputs, call, kept_count, ctx.saved_tensors, (*(None,) * kept_count, *tangents)))
+        return (*(next(found) if moves else None for moves in ctx.moving), *(None,) * kept_count)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: _Call, *inputs: Tensor) -> tuple[Tensors, Any]:
@@ -405,7 +404,7 @@ class _How(NamedTuple):
     needed: tuple[bool, ...]  # which inputs want a gradient
     live: tuple[bool, ...]  # which outputs have a cotangent
 
-    def parts(self, tensors: Tensors) -> tuple[Tensors, Tensors, Tensors]:
+    def parts(self, tensors: tuple[T, ...]) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...]]:
         end = self.given + len(self.needed)
         return tensors[: self.given], tensors[self.given : end], tensors[end:]
 
@@ -442,19 +441,21 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = _on_device(_unwrapped(ctx.saved_tensors), ctx.how.given)
         # The gradient by one input depends on the others too.
-        gradient, variables, moving = _gradient_of(ctx.call, ctx.how, ctx.saved_tensors, ctx.needs_input_grad[2:])
-        _, pull = torch.func.vjp(gradient, *variables)
-        found = iter(pull(tuple(map(torch._C._functorch.unwrap_if_dead, cotangents))))
+        moving = ctx.needs_input_grad[2:]
+
+        def gradient(*some: Tensor) -> Tensors:
+            return _gradient(ctx.call, ctx.how, _merged(tensors, some, moving))
+
+        pull = torch.func.vjp(gradient, *_chosen(tensors, moving))[1]
+        found = iter(pull(_unwrapped(cotangents)))
         return (None, None, *(next(found) if moves else None for moves in moving))
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> Tensors:
-        given = [tangent is not None for tangent in tangents]
-        gradient, variables, moving = _gradient_of(ctx.call, ctx.how, ctx.saved_tensors, given)
-        directions = tuple(tangent for tangent, moves in zip(tangents, moving, strict=True) if moves)
-        found: Tensors = torch.func.jvp(gradient, variables, directions)[1]
-        return found
+        call, how = ctx.call, ctx.how
+        return _jvp(lambda *tensors: _gradient(call, how, tensors), call, how.given, ctx.saved_tensors, tangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: _Call, how: _How, *tensors: Tensor) -> tuple[Tensors, Any]:
@@ -475,33 +476,56 @@ class _Gradient(torch.autograd.Function):
         return found, (0,) * len(found)
 
 
-def _gradient_of(
-    call: _Call, how: _How, saved: Tensors, wanted: Sequence[bool]
-) -> tuple[Callable[..., Tensors], Tensors, tuple[bool, ...]]:
-    """The gradient as an ordinary function, which every transform knows.
+def _gradient(call: _Call, how: _How, tensors: Tensors) -> Tensors:
+    """What :class:`_Gradient` computes, as an ordinary function that every transform knows."""
+    given, inputs, directions = how.parts(tensors)
 
-    Returns:
-      the function; its arguments, which are some of ``saved``; and which. What was kept is none of them: a replay sends
-      its derivatives to what made it.
+    def outputs(*some: Tensor) -> Tensors:
+        return _chosen(call.run(given, _merged(inputs, some, how.needed))[0], how.live)
+
+    pull = torch.func.vjp(outputs, *_chosen(inputs, how.needed))[1]
+    found: Tensors = pull(directions)
+    return found
+
+
+def _jvp(
+    function: Callable[..., Tensors], call: _Call, kept: int, tensors: Tensors, tangents: Sequence[Tensor | None]
+) -> Tensors:
+    """The derivative of ``function`` along ``tangents``: of a function under remat, again one under remat.
+
+    Else what is around would not see it: inside a Function's ``jvp`` no other forward mode goes on.
     """
-    device = saved[-1].device
-    # A backward may run after its transform has ended; operations look through what is left of it, nested calls do not.
-    saved = tuple(map(torch._C._functorch.unwrap_if_dead, saved))
-    held = [*call.trace.is_offloaded[: how.given], *(False for _ in saved[how.given :])]
-    tensors = tuple(tensor.to(device) if out else tensor for tensor, out in zip(saved, held, strict=True))
-    moving = tuple(index >= how.given and wants for index, wants in enumerate(wanted))
+    count, moving = len(tensors), tuple(tangent is not None for tangent in tangents)
+    trace = _Trace((), frozenset())
+    trace.leaving = call.trace.leaving
 
-    def gradient(*some: Tensor) -> Tensors:
-        given, inputs, directions = how.parts(_merged(tensors, some, moving))
+    def run(_: Tensors | None, parts: Tensors) -> tuple[Tensors, Tensors]:
+        primals = _on_device(parts[:count], kept)
 
-        def outputs(*some: Tensor) -> Tensors:
-            return _chosen(call.run(given, _merged(inputs, some, how.needed))[0], how.live)
+        def of_moving(*some: Tensor) -> Tensors:
+            return function(*_merged(primals, some, moving))
 
-        _, pull = torch.func.vjp(outputs, *_chosen(inputs, how.needed))
-        found: Tensors = pull(directions)
-        return found
+        found: Tensors = torch.func.jvp(of_moving, _chosen(primals, moving), parts[count:])[1]
+        trace.outputs = _Tree.of(found)[0]
+        return found, ()
 
-    return gradient, _chosen(tensors, moving), moving
+    out: Tensors = _Remat.apply(_Call(run, trace, call.host), *tensors, *_chosen(tangents, moving))
+    return out
+
+
+def _on_device(tensors: Tensors, kept: int) -> Tensors:
+    """``tensors``, of which the first ``kept`` were kept, all where the last is."""
+    device = tensors[-1].device
+    return tuple(tensor.to(device) if index < kept else tensor for index, tensor in enumerate(tensors))
+
+
+def _unwrapped(tensors: Tensors) -> Tensors:
+    """Without what is left of transforms that have ended: operations look through it, nested calls do not."""
+    return tuple(map(torch._C._functorch.unwrap_if_dead, tensors))
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _fetched(call: _Call, how: _How, tensors: Tensors) -> Tensors:
