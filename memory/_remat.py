@@ -37,8 +37,9 @@ def remat(
 ) -> Callable[..., Out]:
     """``function``, of which nothing stays for the backward but its arguments and what is named.
 
-    The same values and, bit for bit on one device, the same gradients. Composes with ``torch.func.grad``, ``vjp``,
-    ``jvp`` and ``vmap``, with plain autograd, with itself, and with Functions inside that have ``setup_context``.
+    The same values and, bit for bit, the same gradients, as far as they are added up in the same order: what an
+    argument gets from inside is one summand. Composes with ``torch.func.grad``, ``vjp``, ``jvp`` and ``vmap``, with
+    plain autograd, with itself, and with Functions inside that have ``setup_context``.
 
         block = remat(block, save=("routing",), offload=("attention",))
         gradient = torch.func.grad(lambda parameters: block(parameters, x).sum())(parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ._chain import Parameters, Result, Segment, Tree
+from ._store import leaf_paths
 
 
 class Tape(NamedTuple):
@@ -55,10 +57,10 @@ def record_segment(
     leaves: dict[str, dict[str, Tensor]] = {}
     trees: dict[str, Tree] = {}
     for layer, tree in parameters.items():
-        named, spec = pytree.tree_flatten_with_path(tree)
-        tracked = [(pytree.keystr(path), leaf.detach().requires_grad_()) for path, leaf in named]
-        leaves[layer] = dict(tracked)
-        trees[layer] = pytree.tree_unflatten([leaf for _, leaf in tracked], spec)
+        plain, spec = pytree.tree_flatten(tree)
+        tracked = [leaf.detach().requires_grad_() for leaf in plain]
+        leaves[layer] = dict(zip(_paths(spec), tracked, strict=True))
+        trees[layer] = pytree.tree_unflatten(tracked, spec)
     with torch.enable_grad():
         result = segment.function(trees, x, context, residuals)
     edge = None
@@ -69,6 +71,12 @@ def record_segment(
     detached = pytree.tree_map_only(Tensor, torch.Tensor.detach, (result.residuals, result.metrics))
     tape = Tape(edge, loss, x, leaves)
     return Recorded(Result(output, None if loss is None else loss.detach(), *detached), tape)
+
+
+@functools.lru_cache(maxsize=64)
+def _paths(spec: pytree.TreeSpec) -> tuple[str, ...]:
+    """The leaves' paths of trees with this structure: made once, they take longer than a small operation."""
+    return tuple(leaf_paths(pytree.tree_unflatten(range(spec.num_leaves), spec)))
 
 
 def run_backward(tape: Tape, cotangent: Tensor | None) -> Gradients:

@@ -140,6 +140,8 @@ class _State:
             case Gather(layer, buffer):
                 if layer in self.schedule.resident:
                     refuse("the layer is resident")
+                if buffer < 0:
+                    refuse("buffers are numbered from 0")
                 if buffer in self.buffers:
                     refuse(f"buffer {buffer} holds {self.buffers[buffer]}")
             case Release(layer):
@@ -262,6 +264,11 @@ class _Memory:
     def __init__(self, sizes: Sizes, schedule: Schedule, budgets: dict[str, int]) -> None:
         self.sizes, self.budgets = sizes, budgets
         self.fixed = fixed_contents(sizes, schedule)
+        self.runs: dict[int, int] = {}  # of each microbatch, the runs of segments that are still to come
+        for one in schedule:
+            if isinstance(one, (Forward, Backward)):
+                self.runs[one.microbatch] = self.runs.get(one.microbatch, 0) + 1
+        self.prepared: set[int] = set()
         self.held: dict[str, dict[Value, int]] = {tier: {} for tier in self.fixed}
         self.slabs: dict[str, FirstFit] = {}
         self.offsets: dict[Place, int] = {}
@@ -277,6 +284,8 @@ class _Memory:
         """Counts the memory while ``instruction`` runs, and after it."""
         if isinstance(instruction, Forward) and instruction.record:
             self.given[Value("graph", instruction.segment, instruction.microbatch)] = instruction.given
+        if isinstance(instruction, (Forward, Backward)):
+            self.prepared.add(instruction.microbatch)
         if transient := self._transient(instruction):
             self._note(HBM, index, describe(instruction), transient)
         for place in (*known.writes, *known.adds):
@@ -294,6 +303,10 @@ class _Memory:
                 self.slabs[place.tier].free(self.offsets.pop(place))
             if place.value.kind == "gradient":
                 del self.added[place.value.of]
+        if isinstance(instruction, (Forward, Backward)):
+            self.runs[instruction.microbatch] -= 1
+            if not self.runs[instruction.microbatch]:
+                self.prepared.discard(instruction.microbatch)
         self.issued += 1
         for tier, levels in self.levels.items():
             self._note(tier, index, describe(instruction))
@@ -322,6 +335,8 @@ class _Memory:
     def _level(self, tier: str) -> int:
         """Bytes of a tier: in HBM of its contents; of a slab, up to the end of its last piece."""
         fixed = sum(self.fixed.get(tier, {}).values())
+        if tier == HBM:
+            fixed += self.sizes.context * len(self.prepared)
         return fixed + (self.slabs[tier].end if tier in self.slabs else sum(self.held[tier].values()))
 
     def _note(self, tier: str, index: int, text: str, transient: int = 0) -> None:
@@ -329,6 +344,8 @@ class _Memory:
         if tier in self.peaks and level <= self.peaks[tier].peak:
             return
         held = {str(value): size for value, size in self.held[tier].items()} | self.fixed.get(tier, {})
+        if tier == HBM and self.sizes.context:
+            held |= {f"context of microbatch {microbatch}": self.sizes.context for microbatch in self.prepared}
         if transient:
             held[f"working memory of {text}"] = transient
         contents = tuple(sorted(held.items(), key=lambda item: -item[1]))

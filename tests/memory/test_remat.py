@@ -276,7 +276,7 @@ def sharded_gradients() -> list[Any]:
     return [grad(total(form), (0, 1))(W["a"], x) for form in forms]
 
 
-def test_collectives_inside_run_again_and_give_the_same_bits() -> None:
+def test_collectives_inside_run_again() -> None:
     for expected, *others in parallel.spawn(sharded_gradients, 2):
         for found in others:
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
