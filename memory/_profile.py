@@ -159,7 +159,7 @@ def profile_chain(chain: Chain, parameters: Parameters, batch: Any) -> dict[str,
       batch: one microbatch.
 
     Returns:
-      the profile of every segment, by name; segments of one kind share theirs.
+      the profile of every segment, by name; segments of one kind are alike but for the names of their layers.
     """
     context = chain.prepare(batch)
     x: Tensor | None = None
@@ -169,7 +169,9 @@ def profile_chain(chain: Chain, parameters: Parameters, batch: Any) -> dict[str,
         own = {layer: parameters[layer] for layer in segment.layers}
         if segment.kind not in kinds:
             kinds[segment.kind] = _profile_segment(segment, own, x, context)
-        found[segment.name] = kinds[segment.kind]
+        profile = kinds[segment.kind]
+        gradient = dict(zip(segment.layers, profile.gradient.values(), strict=True))
+        found[segment.name] = dataclasses.replace(profile, gradient=gradient)
         if segment is not chain.segments[-1]:
             x = run_segment(segment, own, x, context, {}).output
     return found
