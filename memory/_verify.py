@@ -68,7 +68,7 @@ def verify(
 
     Raises:
       ScheduleError: names the instruction and the value; over budget, what fills the tier.
-      ValueError: for budgets that are negative, or given without sizes.
+      ValueError: for budgets that are negative, or given without sizes; for sizes of another chain.
     """
     if budgets and sizes is None:
         raise ValueError("budgets without sizes: nothing to compare them with")
@@ -76,14 +76,26 @@ def verify(
         if budget < 0:
             raise ValueError(f"the budget of {tier} is {budget} bytes; it must be at least 0")
     state = _State(ChainIndex(chain), schedule)
-    memory = None if sizes is None else _Memory(sizes, schedule, dict(budgets or {}))
+    found: list[Effects] = []
     for index, instruction in enumerate(schedule):
-        known = state.check(index, instruction)
-        state.apply(instruction, known)
-        if memory is not None:
-            memory.apply(index, instruction, known)
+        found.append(state.check(index, instruction))
+        state.apply(instruction, found[-1])
     state.check_end()
-    return {} if memory is None else memory.reports()
+    if sizes is None:
+        return {}
+    _check_sizes(sizes, schedule, chain)
+    memory = _Memory(sizes, schedule, dict(budgets or {}))
+    for index, (instruction, known) in enumerate(zip(schedule, found, strict=True)):
+        memory.apply(index, instruction, known)
+    return memory.reports()
+
+
+def _check_sizes(sizes: Sizes, schedule: Schedule, chain: Chain) -> None:
+    if missing := [segment.name for segment in chain.segments if segment.name not in sizes.segments]:
+        raise ValueError(f"the sizes are of other segments: {missing} are missing")
+    for text, known in (("gathered", sizes.gathered_layers), ("reduced", sizes.reduced_layers)):
+        if missing := [layer for layer in chain.layers if layer not in schedule.resident and layer not in known]:
+            raise ValueError(f"the sizes have no {text} bytes of {missing}, which are not resident")
 
 
 Refuse: TypeAlias = Callable[[str], NoReturn]
@@ -151,9 +163,7 @@ class _State:
                 self._check_forward(instruction, refuse)
             case Backward(segment, microbatch):
                 self._check_backward(segment, microbatch, refuse)
-            case Offload(value, tier) | Fetch(value, tier):
-                if tier == HBM:
-                    refuse(f"{HBM} is where values are computed; a copy goes to a further tier")
+            case Offload(value) | Fetch(value):
                 if value.kind not in ("input", "residual"):
                     refuse(f"a {value.kind} cannot leave {HBM}")
             case Drop(value):
@@ -178,6 +188,8 @@ class _State:
             case Forward(name, microbatch) | Backward(name, microbatch):
                 self._check_segment(name, microbatch, refuse)
             case Offload(value) | Fetch(value) | Drop(value):
+                if instruction.tier == HBM and not isinstance(instruction, Drop):
+                    refuse(f"{HBM} is where values are computed; a copy goes to a further tier")
                 if value.kind in OF_LAYERS:
                     if value.of not in self.chain.layers:
                         refuse(f"the chain has the layers {self.chain.layers}")

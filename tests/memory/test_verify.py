@@ -227,10 +227,11 @@ INPUT = Value("input", "layer0.choose")
     ("old", "new", "message"),
     [
         (Offload(INPUT), None, "fetch input of layer0.choose .microbatch 0. from host: reads .* not in host"),
-        (Fetch(INPUT), None, "reads the input of layer0.choose .microbatch 0., which is not in hbm; it is in host"),
+        (Fetch(INPUT), None, "reads the input of layer0.choose .microbatch 0., which is not in hbm$"),
+        (Drop(INPUT, HOST), Drop(INPUT), "reads the input of layer0.choose .*, which is not in hbm; it is in host"),
         (Drop(INPUT), None, "which is in hbm already"),
         (Drop(INPUT, HOST), None, "at the end: the input of layer0.choose .microbatch 0. is still in host"),
-        (Backward("head"), None, "backward layer0.choose .microbatch 0.: reads the cotangent of head"),
+        (Backward("head"), None, "frees the input of head .*, which the graph of head .* refers to"),
         (Gather("layer0", 0), None, "forward layer0.mix .*: reads the parameters of layer0"),
         (Gather("layer0", 0), Gather("layer0", -1), "buffers are numbered from 0"),
         (Gather("layer0", 0), Gather("layer1", 0), r"the chain has the layers \('table', 'layer0', 'head'\)"),
@@ -286,7 +287,7 @@ def test_a_schedule_for_another_chain_is_refused() -> None:
         )
     with pytest.raises(ScheduleError, match=r"keeps \['layer1'\] resident; the chain has the layers"):
         verify(make_schedule(make_chain(2)), make_chain(1))
-    with pytest.raises(ScheduleError, match=r"layer0\.choose|layer1\.mix"):
+    with pytest.raises(ScheduleError, match="reads the input of head"):
         verify(make_schedule(make_chain(1)), make_chain(2))
     with pytest.raises(ScheduleError, match="has 0 microbatches; at least 1"):
         verify(Schedule((), 0), make_chain(1))
@@ -371,6 +372,15 @@ def test_budgets_that_mean_nothing_are_refused() -> None:
         verify(schedule, chain, sizes, {HOST: -1})
     with pytest.raises(ValueError, match="budgets without sizes"):
         verify(schedule, chain, None, {HOST: 1})
+
+
+def test_sizes_of_another_chain_are_refused() -> None:
+    chain, schedule, sizes = counted()
+    fewer = dataclasses.replace(sizes, segments={name: sizes.segments[name] for name in ("embed", "head")})
+    with pytest.raises(ValueError, match=r"the sizes are of other segments: \['layer0.mix'"):
+        verify(schedule, chain, fewer)
+    with pytest.raises(ValueError, match=r"the sizes have no gathered bytes of \['layer1'\], which are not resident"):
+        verify(make_schedule(chain, gathers=Gathers({"layer1": 1})), chain, sizes)
 
 
 def test_what_is_there_all_the_time_counts() -> None:
