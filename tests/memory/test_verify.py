@@ -37,6 +37,7 @@ from functional_moe.memory import (
     verify,
 )
 from tests.memory.conftest import (
+    Counter,
     Reference,
     RingStore,
     check_equal,
@@ -163,7 +164,8 @@ def backwards(schedule: Schedule) -> list[Instruction]:
 def check_mutants(count: int, seed: int) -> tuple[int, int]:
     """How many of ``count`` were rejected, and how many were accepted and computed the same gradients."""
     random_ = random.Random(seed)
-    chain, parameters = make_chain(DEPTH), make_parameters(DEPTH)
+    counter = Counter()
+    chain, parameters = make_chain(DEPTH, counter), make_parameters(DEPTH)
     batches = [make_batch(0), make_batch(1)]
     expected: dict[int, Reference] = {number: reference(chain, parameters, batches[:number]) for number in (1, 2)}
     whole = make_sizes(chain, parameters, batches[0])
@@ -184,8 +186,10 @@ def check_mutants(count: int, seed: int) -> tuple[int, int]:
             store = RingStore(parameters, set(chain.layers) - mutant.resident, buffer_sizes(sizes, mutant))
             slabs = {tier: report.peak for tier, report in reports.items() if tier != HBM}
             copies = AdversarialCopies(random_.randrange(100))
+            counter.decisions = 0
             found = execute(mutant, chain, store, batches[: mutant.microbatches], slabs=slabs, copies=copies)
             check_equal(found, expected[mutant.microbatches], exact=backwards(mutant) == backwards(schedule))
+            assert counter.decisions == DEPTH * mutant.microbatches
             equal += 1
     return rejected, equal
 
