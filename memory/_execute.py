@@ -157,6 +157,8 @@ class _Run:
         x = self._input(one.segment, one.microbatch)
         given = {name: self._value(Value("residual", one.segment, one.microbatch, name)) for name in one.given}
         context = self._context(one.microbatch)
+        first = (one.microbatch, one.segment) not in self.metrics
+        needed = one.output or first
         if one.record:
             graph = Value("graph", one.segment, one.microbatch)
             saved: set[int] = set()
@@ -167,9 +169,9 @@ class _Run:
 
             hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
             with hooks if self.copies.spoils else nullcontext():
-                result, self.tapes[graph] = record_segment(segment, parameters, x, context, given)
+                result, self.tapes[graph] = record_segment(segment, parameters, x, context, given, needed)
             # Not what it was given, which must stay as long: that is for the schedule to see to.
-            self.saved[graph] = saved - _storages((x, given, parameters))
+            self.saved[graph] = saved - _storages((x, given, parameters)) if saved else saved
         else:
             result = run_segment(segment, parameters, x, context, given)
         following = self.index.following[one.segment]
@@ -181,7 +183,7 @@ class _Run:
             if name not in result.residuals:
                 raise ValueError(f"segment {one.segment!r} declares the residual {name!r} and did not return it")
             self.values[Value("residual", one.segment, one.microbatch, name)] = result.residuals[name]
-        if (one.microbatch, one.segment) not in self.metrics:
+        if first:
             self.metrics[one.microbatch, one.segment] = result.metrics
             self.losses[one.microbatch, one.segment] = result.loss
 

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from ._chain import Tree
 from ._copies import Copies, Copy, HostCopies
 from ._pool import aligned
+from ._replay import need_output
 
 Out = TypeVar("Out")
 T = TypeVar("T")
@@ -346,7 +347,7 @@ class _Remat(torch.autograd.Function):
             copy.wait()
         drawn = torch.get_rng_state()
         # With gradients on and inputs that have none, a graph can only come from a tensor that is no argument.
-        with torch.enable_grad(), _Arguments():
+        with torch.enable_grad(), need_output(True), _Arguments():
             outputs, kept = call.run(None, tuple(tensor.detach() for tensor in inputs))
         if any(tensor.requires_grad for tensor in outputs):
             _refuse_outside()
@@ -386,7 +387,9 @@ class _Remat(torch.autograd.Function):
         call, kept_count = ctx.call, len(ctx.saved_tensors) - len(tangents)
 
         def outputs(*tensors: Tensor) -> Tensors:
-            return tuple(filter(_is_differentiable, call.run(tensors[:kept_count], tensors[kept_count:])[0]))
+            with need_output(True):
+                found = call.run(tensors[:kept_count], tensors[kept_count:])[0]
+            return tuple(filter(_is_differentiable, found))
 
         found = iter(_jvp(outputs, call, kept_count, ctx.saved_tensors, (*(None,) * kept_count, *tangents)))
         return (*(next(found) if moves else None for moves in ctx.moving), *(None,) * kept_count)
@@ -417,7 +420,7 @@ class _Gradient(torch.autograd.Function):
     def forward(call: _Call, how: _How, *tensors: Tensor) -> Tensors:
         given, inputs, cotangents = how.parts(_fetched(call, how, tensors))
         leaves = tuple(tensor.detach().requires_grad_(need) for tensor, need in zip(inputs, how.needed, strict=True))
-        with torch.enable_grad():
+        with torch.enable_grad(), need_output(False):
             outputs, _ = call.run(given, leaves)
         pairs = [
             (output, cotangent)
@@ -482,7 +485,8 @@ def _gradient(call: _Call, how: _How, tensors: Tensors) -> Tensors:
     given, inputs, directions = how.parts(tensors)
 
     def outputs(*some: Tensor) -> Tensors:
-        return _chosen(call.run(given, _merged(inputs, some, how.needed))[0], how.live)
+        with need_output(True):
+            return _chosen(call.run(given, _merged(inputs, some, how.needed))[0], how.live)
 
     pull = torch.func.vjp(outputs, *_chosen(inputs, how.needed))[1]
     found: Tensors = pull(directions)

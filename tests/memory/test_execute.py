@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from functional_moe.memory import (
     buffer_sizes,
     execute,
     make_schedule,
+    output_is_needed,
     run_chain,
     verify,
 )
@@ -189,6 +190,56 @@ def test_an_output_that_its_own_graph_has_saved_outlives_its_drop() -> None:
     chain = Chain((Segment("first", ("p",), first, "first"), Segment("last", (), last, "last")), lambda batch: batch)
     parameters, batches = {"p": {"scale": torch.ones(3)}}, [{"x": torch.arange(3.0)}]
     check_equal(run(make_schedule(chain), chain, parameters, batches, 0), reference(chain, parameters, batches))
+
+
+class Square(torch.autograd.Function):
+    """Does not compute what nobody reads."""
+
+    needed: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        Square.needed.append(output_is_needed())
+        return x * x if Square.needed[-1] else x.new_full((), torch.nan).expand(x.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g * ctx.saved_tensors[0]
+
+
+def test_a_replay_for_the_graph_alone_needs_no_output() -> None:
+    def first(parameters: Any, x: None, context: Any, residuals: Any) -> Result:
+        return Result(context["x"] * parameters["p"]["scale"])
+
+    def square(parameters: Any, x: Tensor, context: Any, residuals: Any) -> Result:
+        return Result(Square.apply(x + parameters["p"]["scale"]))
+
+    def last(parameters: Any, x: Tensor, context: Any, residuals: Any) -> Result:
+        assert output_is_needed()
+        return Result(None, x.square().sum())
+
+    chain = Chain(
+        (
+            Segment("first", ("p",), first, "first"),
+            Segment("second", ("p",), square, "square"),
+            Segment("third", ("p",), square, "square"),
+            Segment("last", (), last, "last"),
+        ),
+        lambda batch: batch,
+    )
+    parameters, batches = {"p": {"scale": torch.ones(3)}}, [{"x": torch.arange(3.0)}]
+    expected = reference(chain, parameters, batches)
+    Square.needed.clear()
+    # The third's input is recomputed by the second: it is read.
+    schedule = make_schedule(chain, {"second": Recipe(False), "third": Recipe(False, "recompute")})
+    found = execute(schedule, chain, ResidentStore(parameters), batches)
+    assert Square.needed == [True, True, True, False]
+    check_equal(found, expected)
+    assert output_is_needed()
 
 
 def test_a_leaf_that_nothing_reads_has_a_gradient_of_zeros() -> None:

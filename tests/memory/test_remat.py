@@ -1,7 +1,7 @@
 """remat: the same values and derivatives as the function itself under every transform, for less memory."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, 
 from torch.utils import _pytree as pytree
 
 from functional_moe import parallel
-from functional_moe.memory import AdversarialCopies, LiveBytes, name, remat
+from functional_moe.memory import AdversarialCopies, LiveBytes, name, output_is_needed, remat
 
 # torch's own forward-mode rules are compiled with what it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -280,6 +280,39 @@ def test_collectives_inside_run_again() -> None:
     for expected, *others in parallel.spawn(sharded_gradients, 2):
         for found in others:
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class Double(torch.autograd.Function):
+    """Does not compute what nobody reads."""
+
+    needed: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        Double.needed.append(output_is_needed())
+        return 2 * x if Double.needed[-1] else x.new_full((), torch.nan).expand(x.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return 2 * cotangent
+
+
+def test_a_replay_needs_no_output() -> None:
+    def f(x: Tensor) -> Tensor:
+        return Double.apply(torch.sin(x))
+
+    Double.needed.clear()
+    found = grad(lambda x: remat(f)(x).square().sum())(X)
+    assert Double.needed == [True, False]
+    assert torch.equal(found, grad(lambda x: f(x).square().sum())(X))
+    # The inner function's is read by the outer one.
+    Double.needed.clear()
+    grad(lambda x: remat(lambda x: torch.cos(remat(f)(x)))(x).sum())(X)
+    assert Double.needed == [True, True, False]
 
 
 def test_names_mean_nothing_outside() -> None:

@@ -99,7 +99,9 @@ def mutants(schedule: Schedule, chain: Chain, random_: random.Random) -> Iterato
         changed = list(instructions)
         index = random_.randrange(len(changed))
         near = min(max(0, index + random_.randint(-3, 3)), len(changed) - 1)
-        match random_.choice(["drop", "swap", "swap near", "double", "move", "field", "field", "field", "of all"]):
+        match random_.choice(
+            ["drop", "swap", "swap near", "double", "move", "field", "field", "field", "forget", "of all"]
+        ):
             case "drop":
                 del changed[index]
             case "swap":
@@ -113,6 +115,14 @@ def mutants(schedule: Schedule, chain: Chain, random_: random.Random) -> Iterato
                 changed.insert(near, changed.pop(index))
             case "field":
                 changed[index] = field_changed(changed[index])
+            case "forget":
+                given = [index for index, one in enumerate(changed) if isinstance(one, Forward) and one.given]
+                if given:
+                    index = random_.choice(given)
+                    one = changed[index]
+                    assert isinstance(one, Forward)
+                    lost = random_.choice(one.given)
+                    changed[index] = dataclasses.replace(one, given=tuple(name for name in one.given if name != lost))
             case "of all":
                 if random_.random() < 0.5:
                     count = schedule.microbatches + random_.choice([-1, 1])
