@@ -13,8 +13,10 @@ from torch.utils import _pytree as pytree
 
 from functional_moe.memory import (
     HBM,
+    HOST,
     AdversarialCopies,
     Chain,
+    Drop,
     Forward,
     Gathers,
     Recipe,
@@ -22,6 +24,7 @@ from functional_moe.memory import (
     Result,
     Schedule,
     Segment,
+    Value,
     buffer_sizes,
     execute,
     make_schedule,
@@ -264,6 +267,17 @@ def test_nothing_that_was_passed_is_changed() -> None:
 
 def offloading(chain: Chain) -> Schedule:
     return make_schedule(chain, {"layer0.mix": Recipe(False, "offload")})
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_read_has_arrived(seed: int) -> None:
+    # The copy in the host stays to the end: nothing waits for the fetch but the run that reads its value.
+    chain, parameters, batches = make_chain(1), make_parameters(1), [make_batch(0)]
+    schedule = offloading(chain)
+    dropped = Drop(Value("input", "layer0.mix"), HOST)
+    instructions = tuple(one for one in schedule if one != dropped)
+    late = Schedule((*instructions, dropped), 1, schedule.resident)
+    check_equal(run(late, chain, parameters, batches, seed), reference(chain, parameters, batches))
 
 
 @pytest.mark.parametrize(
