@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 
 from ._chain import Tree
 from ._copies import Copies, Copy, HostCopies
@@ -331,6 +332,14 @@ def _is_of_transform(value: Any) -> bool:
     return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
+def _generators(tensors: Tensors) -> list[bytes]:
+    """The states of the global generators that a function of ``tensors`` may draw from."""
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    with no_dispatch():  # they are real tensors, also among fake ones
+        states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+        return [state.numpy().tobytes() for state in states]
+
+
 def _refuse_outside() -> NoReturn:
     raise ValueError("the function uses a tensor that is being transformed (differentiated) and is not an argument")
 
@@ -345,13 +354,13 @@ class _Remat(torch.autograd.Function):
             raise ValueError("autocast is on, and would not be the same in the replay: convert inside the function")
         for copy in call.trace.leaving:
             copy.wait()
-        drawn = torch.get_rng_state()
+        drawn = _generators(inputs)
         # With gradients on and inputs that have none, a graph can only come from a tensor that is no argument.
         with torch.enable_grad(), need_output(True), _Arguments():
             outputs, kept = call.run(None, tuple(tensor.detach() for tensor in inputs))
         if any(tensor.requires_grad for tensor in outputs):
             _refuse_outside()
-        if not torch.equal(drawn, torch.get_rng_state()):
+        if drawn != _generators(inputs):
             raise ValueError("the function draws from the global generator: its replay would draw other numbers")
         offloaded = call.trace.is_offloaded
         stored = iter(call.host.store([t for t, out in zip(kept, offloaded, strict=True) if out], call.trace))

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from functional_moe.memory import (
     HBM,
@@ -155,6 +157,15 @@ def test_a_profile_says_what_tensors_take() -> None:
     assert mix.graph[("mixed",)] == boundary
     assert profile_context(chain, batch) == tokens * 8
     assert profile["head"].output == 0
+
+
+def test_fake_tensors_have_the_same_profile() -> None:
+    chain, parameters, batch = make_chain(2), make_parameters(2, width=WIDTH), make_batch(0, ROWS)
+    mode = FakeTensorMode()
+    with mode:
+        fake = pytree.tree_map(mode.from_tensor, (parameters, batch))
+        found = profile_chain(chain, *fake)
+    assert found == profile_chain(chain, parameters, batch)
 
 
 def test_segments_of_one_kind_are_profiled_once() -> None:

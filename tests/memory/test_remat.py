@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
@@ -329,6 +330,16 @@ def test_a_function_without_tensors_or_gradients_runs() -> None:
     found, expected = (grad(lambda x, y, f=f: sum(o.sum() for o in f(x, y)), (0, 1))(X, X) for f in (remat(f), f))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert torch.equal(grad(lambda x: remat(lambda x, y: y.sin())(x, X).sum() + x.sum())(X), torch.ones_like(X))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fake_tensors_go_through(form: str) -> None:
+    ours = FORMS[form][0] if form != "offload" else remat(function, save=("choice",), offload=("hidden",))
+    mode = FakeTensorMode()
+    with mode:
+        weights, x = pytree.tree_map(mode.from_tensor, arguments())
+        found = grad(loss(ours))(weights, x)
+    assert {key: leaf.shape for key, leaf in found.items()} == {key: leaf.shape for key, leaf in W.items()}
 
 
 def stack(form: str, depth: int, width: int, rows: int) -> tuple[Callable[..., Tensor], list[Tensor], Tensor]:
