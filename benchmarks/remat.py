@@ -4,22 +4,26 @@ Prints for each the median step time over interleaved rounds, the ratio to the p
 autograd, one checkpoint per layer, as it is used), and the peak of live tensor bytes. Then what keeping the attention
 core's output saves over recomputing it, and what the executor costs over a loop written by hand.
 
-    python benchmarks/remat.py [--layers 8] [--hidden 256] [--batch 4] [--sequence 256] [--rounds 15]
+    python benchmarks/remat.py [--moe] [--layers 8] [--hidden 256] [--batch 4] [--sequence 256] [--rounds 15]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from functional_moe.attention import attention_half, make_positions
+from functional_moe.config import MoEConfig, preset
 from functional_moe.memory import (
     Chain,
     LiveBytes,
@@ -35,6 +39,8 @@ from functional_moe.memory import (
     remat,
     verify,
 )
+from functional_moe.model import feed_forward_half
+from functional_moe.parameters import init
 
 HEADS = 4
 
@@ -82,7 +88,10 @@ class AddProduct(torch.autograd.Function):
         return cotangent, cotangent @ weight.T, a.flatten(0, -2).T @ cotangent.flatten(0, -2)
 
 
-def layer(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+Layer: TypeAlias = Callable[[Any, Tensor], Tensor]
+
+
+def dense_layer(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
     """A dense layer: attention and a gated product."""
     normed = F.rms_norm(x, x.shape[-1:])
     q, k, v = (normed @ parameters["qkv"]).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
@@ -93,7 +102,7 @@ def layer(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
     return result
 
 
-def make_parameters(layers: int, hidden: int) -> list[dict[str, Tensor]]:
+def dense_parameters(layers: int, hidden: int) -> list[Any]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(rows: int, columns: int) -> Tensor:
@@ -110,7 +119,19 @@ def make_parameters(layers: int, hidden: int) -> list[dict[str, Tensor]]:
     ]
 
 
-def make_chain(layers: int) -> Chain:
+def moe_layer(config: MoEConfig, batch: int, sequence: int) -> Layer:
+    """A layer of this project's model, as it stands: nothing in it is named."""
+    x = torch.zeros(batch, sequence, config.hidden_size)
+    positions = make_positions(sequence, None, config, x)
+    bias, valid = torch.zeros(config.num_experts), torch.ones(batch, sequence, dtype=torch.bool)
+
+    def layer(parameters: Any, x: Tensor) -> Tensor:
+        return feed_forward_half(parameters, bias, attention_half(parameters, x, positions, config), valid, config)[0]
+
+    return layer
+
+
+def make_chain(layers: int, layer: Layer) -> Chain:
     """Each layer a segment; the input is the context, the last segment makes the loss."""
 
     def first(parameters: Any, x: None, context: Tensor, residuals: Any) -> Result:
@@ -134,21 +155,23 @@ class Contender(NamedTuple):
     step: Callable[[], Any]
 
 
-def gradients(
-    run: Callable[[dict[str, Tensor], Tensor], Tensor], parameters: list[dict[str, Tensor]], x: Tensor
-) -> Any:
+def tracked(tree: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.detach().requires_grad_(), tree)
+
+
+def gradients(run: Layer, parameters: list[Any], x: Tensor) -> Any:
     """By plain autograd."""
-    leaves = [{key: leaf.detach().requires_grad_() for key, leaf in tree.items()} for tree in parameters]
+    leaves = tracked(parameters)
     y = x
     for tree in leaves:
         y = run(tree, y)
-    return torch.autograd.grad(y.square().mean(), [leaf for tree in leaves for leaf in tree.values()])
+    return torch.autograd.grad(y.square().mean(), pytree.tree_leaves(leaves))
 
 
-def by_func(run: Callable[[dict[str, Tensor], Tensor], Tensor], parameters: list[dict[str, Tensor]], x: Tensor) -> Any:
+def by_func(run: Layer, parameters: list[Any], x: Tensor) -> Any:
     """By ``torch.func.grad``."""
 
-    def loss(parameters: list[dict[str, Tensor]]) -> Tensor:
+    def loss(parameters: list[Any]) -> Tensor:
         y = x
         for tree in parameters:
             y = run(tree, y)
@@ -157,7 +180,7 @@ def by_func(run: Callable[[dict[str, Tensor], Tensor], Tensor], parameters: list
     return torch.func.grad(loss)(parameters)
 
 
-def by_hand(parameters: list[dict[str, Tensor]], x: Tensor) -> Any:
+def by_hand(layer: Layer, parameters: list[Any], x: Tensor) -> Any:
     """The loop that recomputes every layer, with nothing around it."""
     boundaries = [x.clone()]
     with torch.no_grad():
@@ -169,14 +192,14 @@ def by_hand(parameters: list[dict[str, Tensor]], x: Tensor) -> Any:
     found = []
     for tree in reversed(parameters):
         y = boundaries.pop().detach().requires_grad_()
-        leaves = {key: leaf.detach().requires_grad_() for key, leaf in tree.items()}
-        cotangent, *rest = torch.autograd.grad(layer(leaves, y), [y, *leaves.values()], cotangent)
+        leaves = tracked(tree)
+        cotangent, *rest = torch.autograd.grad(layer(leaves, y), [y, *pytree.tree_leaves(leaves)], cotangent)
         found.append(rest)
         del y
     return found
 
 
-def executed(schedule: Schedule, chain: Chain, parameters: list[dict[str, Tensor]], x: Tensor) -> Any:
+def executed(schedule: Schedule, chain: Chain, parameters: list[Any], x: Tensor) -> Any:
     store = ResidentStore({str(index): tree for index, tree in enumerate(parameters)})
     return execute(schedule, chain, store, [x]).gradients
 
@@ -208,21 +231,26 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for option, default in {"layers": 8, "hidden": 256, "batch": 4, "sequence": 256, "rounds": 15}.items():
         parser.add_argument(f"--{option}", type=int, default=default)
+    parser.add_argument("--moe", action="store_true", help="layers of this project's model, 16 experts")
     args = parser.parse_args()
-    parameters = make_parameters(args.layers, args.hidden)
+    if args.moe:
+        config = dataclasses.replace(preset("tiny"), hidden_size=args.hidden, num_hidden_layers=args.layers)
+        layer, parameters = moe_layer(config, args.batch, args.sequence), init(config, 0)["layers"]
+    else:
+        layer, parameters = dense_layer, dense_parameters(args.layers, args.hidden)
     x = torch.randn(args.batch, args.sequence, args.hidden, generator=torch.Generator().manual_seed(1))
-    chain = make_chain(args.layers)
+    chain = make_chain(args.layers, layer)
     schedule = make_schedule(chain, {str(index): Recipe(False) for index in range(args.layers)})
     # The last layer's graph is wanted at once: to keep it costs nothing at the peak.
     last_kept = make_schedule(chain, {str(index): Recipe(False) for index in range(args.layers - 1)})
     verify(schedule, chain)
     verify(last_kept, chain)
-    recomputed, kept = remat(layer), remat(layer, save=("attention",))
+    recomputed, kept = remat(layer), remat(layer, save=() if args.moe else ("attention",))
     contenders = [
-        Contender("torch.utils.checkpoint", lambda: gradients(checkpointed, parameters, x)),
+        Contender("torch.utils.checkpoint", lambda: gradients(checkpointed(layer), parameters, x)),
         Contender("schedule, everything recomputed", lambda: executed(schedule, chain, parameters, x)),
         Contender("schedule, but the last layer", lambda: executed(last_kept, chain, parameters, x)),
-        Contender("the same loop by hand", lambda: by_hand(parameters, x)),
+        Contender("the same loop by hand", lambda: by_hand(layer, parameters, x)),
         Contender("remat, plain autograd", lambda: gradients(recomputed, parameters, x)),
         Contender("remat, torch.func.grad", lambda: by_func(recomputed, parameters, x)),
         Contender("remat with attention kept, torch.func.grad", lambda: by_func(kept, parameters, x)),
@@ -233,9 +261,8 @@ def main() -> None:
     compare(contenders, args.rounds)
 
 
-def checkpointed(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-    out: Tensor = checkpoint(layer, parameters, x, use_reentrant=False)
-    return out
+def checkpointed(layer: Layer) -> Layer:
+    return lambda parameters, x: checkpoint(layer, parameters, x, use_reentrant=False)
 
 
 if __name__ == "__main__":
