@@ -40,6 +40,10 @@ from ._profile import SegmentProfile as SegmentProfile
 from ._profile import Sizes as Sizes
 from ._profile import Variant as Variant
 from ._profile import profile_chain as profile_chain
+from ._profile import profile_context as profile_context
+from ._remat import name as name
+from ._remat import remat as remat
+from ._replay import output_is_needed as output_is_needed
 from ._schedule import HBM as HBM
 from ._schedule import HOST as HOST
 from ._schedule import Backward as Backward
