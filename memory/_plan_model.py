@@ -218,6 +218,7 @@ def _contents(rows: list[list[_Figures]], batches: int, lag: int, lead: int) -> 
             table_row += saved + moved + entering
             if row.recipe.record:
                 table_row[forward + 1 : backward + 1] += row.graph * batches
+                table_row[forward] += row.graph * (batches - 1)
             else:
                 table_row[backward] += row.graph
         tables.append(table)
