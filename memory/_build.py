@@ -87,8 +87,6 @@ def make_schedule(
             raise ValueError(f"{name} = {number}: must be at least {least}")
     if order not in ("depth_first", "layer_major"):
         raise ValueError(f"order = {order!r}: must be 'depth_first' or 'layer_major'")
-    if tier == HBM:
-        raise ValueError(f"tier = {tier!r}: values are offloaded to another than {HBM!r}")
     if gathers is not None:
         if gathers.prefetch < 0:
             raise ValueError(f"prefetch = {gathers.prefetch}: must be at least 0")
