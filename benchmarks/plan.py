@@ -71,7 +71,7 @@ def main():
         taken, cpu = time.perf_counter() - begin, time.process_time() - clock
         best = min((one.seconds for one in plan.uniform.values() if one.fits), default=float("nan"))
         print(
-            f"{gib} GiB: planned {arguments.layers} layers in {taken:.2f} s ({cpu:.2f} s of CPU), {plan.tried} schedules; "
+            f"{gib} GiB: {arguments.layers} layers in {taken:.2f} s ({cpu:.2f} s of CPU), {plan.tried} schedules; "
             f"the best uniform policy takes {best / plan.timeline.seconds:.3f} times as long"
         )
         print(memory.explain(plan))

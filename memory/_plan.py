@@ -407,13 +407,15 @@ class _Search:
         if HBM in self.problem.budgets:
             limits[HBM] = self.problem.budgets[HBM]
         base = self.bases[pace]
-        for _ in range(4):
-            choices = solve(model, base, limits, smallest=smallest)
+        small = len(self.problem.recipes) <= SMALL
+        gap, nodes = (1e-3, 2000) if small else (5e-3, 20)
+        for _ in range(4 if small else 2):
+            choices = solve(model, base, limits, smallest=smallest, gap=gap, nodes=nodes)
             if choices is None:
                 return
             known = (choices, pace) in self.trials
             trial = self.trial(choices, pace)
-            if known:
+            if known or (trial.fits and not small):
                 return
             counted = self._counted(trial)
             off = counted - base - model.levels(np.array([choices]))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def test_a_trace_has_every_instruction_on_its_stream_and_the_memory_of_every_tie
     # Nothing overlaps on a row.
     for row in rows:
         lasting = [event for event in runs if event["tid"] == row and event["ph"] == "X"]
-        for before, after in zip(lasting, lasting[1:], strict=False):
+        for before, after in itertools.pairwise(lasting):
             assert before["ts"] + before["dur"] <= after["ts"] + 1e-6
     counters = {event["name"] for event in events if event["ph"] == "C"}
     assert counters == {"hbm bytes", "host bytes"}

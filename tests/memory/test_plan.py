@@ -211,6 +211,10 @@ def test_equal_inputs_give_the_same_plan() -> None:
     assert first == second
 
 
+def smallest_in(error: PlanError) -> int:
+    return int(str(error).split("that works is ")[1].split(", reached")[0].replace(",", ""))
+
+
 def test_a_budget_that_no_schedule_meets_names_the_smallest_and_what_fills_it() -> None:
     problem = make_problem([Layer()] * 4)
     with pytest.raises(PlanError) as refused:
@@ -219,7 +223,7 @@ def test_a_budget_that_no_schedule_meets_names_the_smallest_and_what_fills_it() 
     assert message.startswith("no schedule fits 10,000 bytes of hbm and 1,000,000 of host: the smallest budget found")
     for part in ("graph of layer", "optimizer: 4,096", "working memory of "):
         assert part in message
-    smallest = int(message.split("that works is ")[1].split(", reached")[0].replace(",", ""))
+    smallest = smallest_in(refused.value)
     assert plan(*problem, {HBM: smallest, HOST: 10**6}).timeline.reports[HBM].peak == smallest
     with pytest.raises(PlanError, match=f"no schedule fits {smallest - 1:,} "):
         plan(*problem, {HBM: smallest - 1, HOST: 10**6})
@@ -235,13 +239,14 @@ def test_what_is_always_in_a_further_tier_must_fit_there() -> None:
 
 
 def test_a_third_tier_takes_what_the_second_has_no_room_for() -> None:
-    chain, sizes, costs = make_problem([Layer()] * 6)
+    chain, sizes, costs = make_problem([Layer(gradient=0)] * 6)  # else gradients make the peak
     links = {HOST: Link(2048.0), "nvme": Link(1024.0)}
     costs = Costs(costs.segments, write=links, read=links)
-    tight = {HBM: 24_500, HOST: 2048}
-    with pytest.raises(PlanError):
-        plan(chain, sizes, Costs(costs.segments, write={HOST: links[HOST]}, read={HOST: links[HOST]}), tight)
-    best = plan(chain, sizes, costs, tight)
+    menu = [Recipe(), Recipe(False), Recipe(False, "offload")]
+    with pytest.raises(PlanError) as refused:
+        plan(chain, sizes, costs, {HBM: 10_000, HOST: 1024}, recipes={"kind0": menu})
+    smallest, menu = smallest_in(refused.value), [*menu, Recipe(False, "offload", tier="nvme")]
+    best = plan(chain, sizes, costs, {HBM: smallest - 1, HOST: 1024}, recipes={"kind0": menu})
     assert {recipe.tier for recipe in best.recipes.values() if "offload" in str(recipe)} >= {"nvme"}
 
 
