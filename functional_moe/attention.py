@@ -448,9 +448,14 @@ class AttentionHalf(NamedTuple):
     core: AttentionCore | None  # a residual: a replay takes it back and runs no attention forward
 
 
-def project_back(params: Params, attended: Tensor, config: MoEConfig, kernels: Kernels = "fused") -> Tensor:
-    """The output projection of ``attended``: [batch, seq, heads * head_dim] to [batch, seq, hidden]."""
-    out = matmul(attended, params["o"], kernels)
+def project_back(
+    params: Params, attended: Tensor, config: MoEConfig, kernels: Kernels = "fused", needed: bool = True
+) -> Tensor:
+    """The output projection of ``attended``: [batch, seq, heads * head_dim] to [batch, seq, hidden].
+
+    ``needed`` as in ``matmul``.
+    """
+    out = matmul(attended, params["o"], kernels, needed)
     return out + params["o_bias"].to(out.dtype) if config.attention_output_bias else out
 
 
@@ -461,6 +466,7 @@ def attention_half(
     config: MoEConfig,
     kernels: Kernels = "fused",
     core: AttentionCore | None = None,
+    needed: bool = True,
 ) -> AttentionHalf:
     """The segment ``x + attention(norm(x))`` of one layer.
 
@@ -475,4 +481,4 @@ def attention_half(
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps, kernels)
     projected = project(params["attention"], normed, positions.cos, positions.sin, config, kernels)
     out, core = attend(projected, positions.starts, kernels, core)
-    return AttentionHalf(x + project_back(params["attention"], out, config, kernels), core)
+    return AttentionHalf(x + project_back(params["attention"], out, config, kernels, needed), core)
