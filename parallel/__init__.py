@@ -49,6 +49,8 @@ from ._manifest import read_manifest as read_manifest
 from ._mesh import axis_group as axis_group
 from ._mesh import axis_sizes as axis_sizes
 from ._mesh import make_mesh as make_mesh
+from ._muon import owner_orthogonalize as owner_orthogonalize
+from ._muon_plan import assign_owners as assign_owners
 from ._norm import global_norm as global_norm
 from ._placements import Rules as Rules
 from ._placements import default_rules as default_rules
