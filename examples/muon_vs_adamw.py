@@ -11,7 +11,6 @@ import dataclasses
 from pathlib import Path
 
 from functional_moe import init, init_state, make_train_step, preset
-from functional_moe.commands.train import evaluate
 from functional_moe.data import Data, batch_at, load, windows_for_eval
 from functional_moe.optimizers import OptimizerSettings, make_optimizer
 
@@ -32,7 +31,7 @@ def held_out_curve(settings: OptimizerSettings, steps: int, data: Data, evaluate
     for number in range(steps):
         state, _ = step(state, batch_at(data.train, number, batch_size=BATCH_SIZE, seq_len=SEQ_LEN, seed=0))
         if (number + 1) % evaluate_every == 0 or number + 1 == steps:
-            curve.append((number + 1, evaluate(state, windows, config)))
+            curve.append((number + 1, evaluate(state, windows)))
     return curve
 
 

@@ -20,12 +20,13 @@ from typing import Annotated
 import tyro
 
 from .commands.info import InfoSettings, info
+from .commands.rank import run_as_rank
 from .commands.sample import SampleSettings, sample
-from .commands.settings import SettingsError, TrainSettings, read_settings
+from .commands.settings import USER_ERRORS, SettingsError, TrainSettings, read_settings
 from .commands.tokenize import TokenizeSettings, tokenize
 from .commands.train import SETTINGS_FILE, train
 from .config import preset
-from .data import DataError
+from .parallel import launched
 from .state_file import StateError
 
 
@@ -85,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
     """Parses ``arguments`` and runs their command.
 
     Raises:
-      SettingsError, DataError, StateError: whatever the user can mend.
+      SettingsError, DataError, StateError, CheckpointError: whatever the user can mend.
     """
     settings = _parse(arguments)
     if isinstance(settings, TrainSettings):
@@ -99,9 +100,11 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """The entry point of the ``functional-moe`` command."""
+    if launched() is not None:
+        run_as_rank(lambda: _parse(sys.argv[1:]))
     try:
         status = run(sys.argv[1:])
-    except (SettingsError, DataError, StateError) as error:
+    except USER_ERRORS as error:
         print(f"functional-moe: {error}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
