@@ -12,6 +12,7 @@ from pathlib import Path
 
 from functional_moe import init, init_state, make_train_step, preset
 from functional_moe.data import Data, batch_at, load, windows_for_eval
+from functional_moe.evaluate import make_evaluate
 from functional_moe.optimizers import OptimizerSettings, make_optimizer
 
 BATCH_SIZE, SEQ_LEN = 16, 256
@@ -25,6 +26,7 @@ def held_out_curve(settings: OptimizerSettings, steps: int, data: Data, evaluate
     config = preset("tiny")
     optimizer = make_optimizer(config, settings, steps)
     step = make_train_step(config, optimizer)
+    evaluate = make_evaluate(config)
     state = init_state(init(config, seed=0), optimizer, config)
     windows = list(windows_for_eval(data.held_out, 128, seq_len=SEQ_LEN, batch_size=BATCH_SIZE))
     curve = []

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from ._collective_functions import Call, CollectiveError
@@ -132,7 +132,7 @@ class World:
         if self.control is not None:
             with Call(f"exchange of {what}", numbers, self.control):
                 dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.control)
-        return numbers.tolist()  # type: ignore[no-any-return]
+        return numbers.tolist()
 
     def silent_ranks(self, failed: bool) -> str:
         """After a collective failed: gives a sign, and tells who gave none.
@@ -146,7 +146,9 @@ class World:
         if self.store is None:
             return ""
         try:
-            self.store.append("signs", f"{self.rank}{'!' if failed else ''},")
+            self.store.append(  # type: ignore[attr-defined]
+                "signs", f"{self.rank}{'!' if failed else ''},"
+            )
             if failed:
                 return ""
             time.sleep(_SIGN)

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
@@ -130,11 +129,8 @@ def train(settings: TrainSettings, world: World | None = None) -> int:
 
 def _versions() -> dict[str, str]:
     """What the ranks must run alike, besides the settings."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "functional_moe": version("functional_moe"),
-    }
+    packages = {name: version(name) for name in ("torch", "functional_moe")}
+    return {"python": platform.python_version(), **packages}
 
 
 def _check_ranks(settings: TrainSettings, world: World) -> None:
