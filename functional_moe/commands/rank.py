@@ -51,7 +51,7 @@ def run_as_rank(parse: Callable[[], object]) -> NoReturn:
     except CollectiveError as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun may be ending the job already
         why = world.silent_ranks(failed=False)
-        _tell(f"functional-moe: {str(error).splitlines()[0]}{f'; {why}' if why else ''}")
+        _tell(f"functional-moe: rank {world.rank}: {f'{why}: ' if why else ''}{str(error).splitlines()[0]}")
         _end(None, 1)
     except KeyboardInterrupt:
         _end(world, 130)
