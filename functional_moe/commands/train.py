@@ -14,11 +14,12 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
@@ -129,8 +130,11 @@ def train(settings: TrainSettings, world: World | None = None) -> int:
 
 def _versions() -> dict[str, str]:
     """What the ranks must run alike, besides the settings."""
-    packages = {name: version(name) for name in ("torch", "functional_moe")}
-    return {"python": platform.python_version(), **packages}
+    try:
+        own = version("functional_moe")
+    except PackageNotFoundError:
+        own = "a checkout that is not installed"
+    return {"the version of python": platform.python_version(), "of torch": torch.__version__, "of functional_moe": own}
 
 
 def _check_ranks(settings: TrainSettings, world: World) -> None:
