@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from ._collective_functions import Call, CollectiveError
 
 Result = TypeVar("Result")
 
+_LOOK = 1.0  # seconds between looks at whether a rank has failed
 _SIGN = 2.0  # seconds in which the ranks that live give a sign once a collective has failed
 
 
@@ -160,6 +162,34 @@ class World:
             return f"{_ranks(by_themselves)} failed before"
         silent = sorted({*range(self.size)} - {int(sign) for sign in signs})
         return f"no sign of {_ranks(silent)}" if silent else ""
+
+    def watch(self, end: Callable[[], None]) -> Callable[[], None]:
+        """Calls ``end`` in a thread some seconds after any rank gave a sign of failure.
+
+        For a rank that would not notice: one that computes or reads, or whose device waits for a collective, which the
+        host cannot interrupt. Others have ended before.
+
+        Returns:
+          what stops the watch; call it before :meth:`leave`.
+        """
+        stopped = threading.Event()
+        store = self.store
+        if store is None:
+            return stopped.set
+
+        def look() -> None:
+            while not stopped.wait(_LOOK):
+                try:
+                    failed = store.check(["signs"])
+                except RuntimeError:  # its server is gone, and so is the job
+                    failed = True
+                if failed:
+                    if not stopped.wait(2 * _SIGN):
+                        end()
+                    return
+
+        threading.Thread(target=look, name="watch", daemon=True).start()
+        return stopped.set
 
     def leave(self) -> None:
         """Waits for the others, so that none misses this one, and leaves the job."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -39,7 +40,9 @@ def run_as_rank(parse: Callable[[], object]) -> NoReturn:
             return settings
 
         world = join_world(settings.timeout if isinstance(settings, TrainSettings) else TrainSettings.timeout)
+        stop_watch = world.watch(functools.partial(_ended_with_another, world))
         status = train(world.together("the command line", given, *USER_ERRORS), world)
+        stop_watch()
         world.leave()
     except (RankError, CheckpointError) as error:
         if world.leads:
@@ -59,6 +62,11 @@ def run_as_rank(parse: Callable[[], object]) -> NoReturn:
         _tell(f"functional-moe: rank {world.rank} failed:\n{traceback.format_exc()}".rstrip())
         _end(world, 1)
     sys.exit(status)
+
+
+def _ended_with_another(world: World) -> None:
+    _tell(f"functional-moe: rank {world.rank}: ended because another failed")
+    os._exit(1)
 
 
 def _tell(text: str) -> None:

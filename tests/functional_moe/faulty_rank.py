@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 from functional_moe import __main__ as command_line
@@ -15,8 +16,10 @@ batch_at = train_module.batch_at
 
 def fault(corpus: Any, number: int, **options: Any) -> Any:
     """The batch of a step; at the chosen one, on the chosen rank, what was asked for."""
+    if number == step and how == "raise alone" and options.get("rank") != rank and "world_size" in options:
+        time.sleep(1000)
     if number == step and options.get("rank") == rank and "world_size" in options:
-        if how == "raise":
+        if how in ("raise", "raise alone"):
             raise KeyError("the reason")
         if how == "full":
             train_module.os.fsync = _full  # type: ignore[assignment]

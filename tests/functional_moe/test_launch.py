@@ -182,6 +182,16 @@ def test_a_rank_that_raises_shows_its_traceback_first_and_ends_all(tmp_path: Pat
     assert states(tmp_path / "out") == ["000000"]
 
 
+def test_a_rank_that_would_not_notice_ends_with_the_one_that_failed(tmp_path: Path, text: Path) -> None:
+    faulty = (FAULTY, "raise alone", 1, 2)
+    ended = launch(2, faulty, "train", *SMALL, "--data", text, "--out", tmp_path / "out", "--fsdp", 2)
+    assert ended.told == [
+        "functional-moe: rank 1 failed:",
+        "functional-moe: rank 0: ended because another failed",
+    ], ended.errors
+    assert ended.exit_codes == {1}  # torchrun did not have to kill
+
+
 def test_a_full_disk_on_rank_0_is_its_line(tmp_path: Path, text: Path) -> None:
     faulty = (FAULTY, "full", 0, 2)
     out = tmp_path / "out"
