@@ -10,13 +10,19 @@ from typing import Annotated, Any
 import tyro
 
 from ..config import MoEConfig, preset
-from ..data import ChatTemplate, Form, Template
+from ..data import ChatTemplate, DataError, Form, Template
+from ..hf import HFError
 from ..optimizers import OptimizerSettings
+from ..parallel import CheckpointError
 from ..state_file import StateError
 
 
 class SettingsError(ValueError):
     """Settings that make no run; the message is one line."""
+
+
+USER_ERRORS = (SettingsError, DataError, StateError, CheckpointError, HFError)
+"""What the user can mend: told in one line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +82,14 @@ class TrainSettings:
     """Tokens per sequence."""
     accumulate: int = 1
     """Microbatches per step: the same result in less memory."""
+    fsdp: int = 1
+    """Processes that share the parameters, started by torchrun: replicate x fsdp x ep in all."""
+    ep: int = 1
+    """Processes that share the experts, neighbours on the fastest links; divides the number of experts."""
+    replicate: int = 1
+    """Copies of the whole model, each on fsdp x ep processes."""
+    timeout: float = 600.0
+    """Seconds that processes wait for one of them before the run ends with its name."""
     seed: int = 0
     """Of the initial parameters and of the order of the data."""
     eval_every: int = 50
@@ -98,7 +112,18 @@ class TrainSettings:
     """Stop after this step as if interrupted; ``--resume`` goes on from there."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len", "accumulate", "eval_every", "eval_windows", "save_every"):
+        for name in (
+            "steps",
+            "batch_size",
+            "seq_len",
+            "accumulate",
+            "eval_every",
+            "eval_windows",
+            "save_every",
+            "fsdp",
+            "ep",
+            "replicate",
+        ):
             if getattr(self, name) < 1:
                 raise SettingsError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
         if self.max_refused < 1:
@@ -111,15 +136,31 @@ class TrainSettings:
             raise SettingsError(f"--stop-after {self.stop_after}: must be at least 1")
         if self.batch_size % self.accumulate:
             raise SettingsError(f"--accumulate {self.accumulate}: does not divide --batch-size {self.batch_size}")
+        if self.accumulate > 1 and self.batch_size % (self.accumulate * self.ranks):
+            raise SettingsError(
+                f"--accumulate {self.accumulate}: does not divide the rows that each of {self.ranks} processes has of "
+                f"--batch-size {self.batch_size}"
+            )
+        if self.model.num_moe_layers and self.model.num_experts % self.ep:
+            raise SettingsError(f"--ep {self.ep}: does not divide model.num_experts {self.model.num_experts}")
+        if not 0 < self.timeout < 1e6:
+            raise SettingsError(f"--timeout {self.timeout:g}: must lie between 0 and 1e6 seconds")
         if self.seq_len > self.model.max_position_embeddings:
             raise SettingsError(
                 f"--seq-len {self.seq_len}: exceeds the model's max_position_embeddings "
                 f"{self.model.max_position_embeddings}"
             )
 
+    @property
+    def ranks(self) -> int:
+        """Processes of the run."""
+        return self.replicate * self.fsdp * self.ep
 
-# What may differ between a run and its continuation: it changes no value the run computes.
-_FREE = frozenset({"out", "resume", "save_every", "stop_after", "max_refused", "sample_tokens"})
+
+# What may differ between a run and its continuation: it changes no value the run computes, but for rounding.
+_FREE = frozenset(
+    {"out", "resume", "save_every", "stop_after", "max_refused", "sample_tokens", "fsdp", "ep", "replicate", "timeout"}
+)
 
 
 def resolved(settings: TrainSettings) -> TrainSettings:
@@ -169,19 +210,20 @@ def check_same_run(stored: TrainSettings, given: TrainSettings) -> None:
     """Raises ``SettingsError``, naming each field that differs, unless ``given`` continues ``stored``."""
     differing = [
         f"{name} is {then} there and {now} here"
-        for (name, then), now in zip(_flat(stored).items(), _flat(given).values(), strict=True)
+        for (name, then), now in zip(flat(stored).items(), flat(given).values(), strict=True)
         if then != now and name not in _FREE
     ]
     if differing:
         raise SettingsError(f"--resume: the run has other settings: {'; '.join(differing)}")
 
 
-def _flat(settings: object, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(settings: object, prefix: str = "") -> dict[str, Any]:
+    """Every single setting by its dotted name."""
+    found: dict[str, Any] = {}
     for field in dataclasses.fields(settings):  # type: ignore[arg-type]
         value = getattr(settings, field.name)
         if dataclasses.is_dataclass(value):
-            flat |= _flat(value, f"{prefix}{field.name}.")
+            found |= flat(value, f"{prefix}{field.name}.")
         else:
-            flat[f"{prefix}{field.name}"] = value
-    return flat
+            found[f"{prefix}{field.name}"] = value
+    return found
