@@ -30,8 +30,6 @@ def make_evaluate(config: MoEConfig, layout: Layout | None = None) -> Callable[[
     Returns:
       ``evaluate(state, batches)``: nats per predicted token, the same on every rank. It changes nothing.
     """
-    sharding = None if layout is None else make_sharding(config, layout, None, torch.float32)
-    chain = make_chain(config, "fused", None if sharding is None else sharding.expert_parallel)
     group = None if layout is None else axis_group(layout.mesh, *(layout.mesh.mesh_dim_names or ()))
 
     def mine(batch: Batch) -> Batch:
@@ -41,9 +39,12 @@ def make_evaluate(config: MoEConfig, layout: Layout | None = None) -> Callable[[
         return {name: value[rows.start : rows.stop] for name, value in batch.items()}
 
     def evaluate(state: TrainState, batches: Iterable[Batch]) -> float:
+        # Made here, so that its gather buffers last no longer.
+        sharding = None if layout is None else make_sharding(config, layout, None, torch.float32)
+        chain = make_chain(config, "fused", None if sharding is None else sharding.expert_parallel)
         layers: Mapping[str, Any] = by_layer(local_parts(state.params))
         if sharding is not None:
-            layers = _GatheredLayers(sharding.layers.store(layers))
+            layers = GatheredLayers(sharding.layers.store(layers))
         device = state.balance.device
         one = torch.ones((), dtype=torch.int64, device=device)
         total = torch.zeros(2, dtype=torch.float64, device=device)
@@ -61,7 +62,7 @@ def make_evaluate(config: MoEConfig, layout: Layout | None = None) -> Callable[[
     return evaluate
 
 
-class _GatheredLayers(Mapping[str, Any]):
+class GatheredLayers(Mapping[str, Any]):
     """Sharded layers as whole ones: gathered when asked for; the two that were asked for last are held."""
 
     def __init__(self, store: ShardedStore) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ import tyro
 from ..config import MoEConfig, preset
 from ..data import ChatTemplate, DataError, Form, Template
 from ..hf import HFError
+from ..memory import HBM, HOST
 from ..optimizers import OptimizerSettings
 from ..parallel import CheckpointError
 from ..state_file import StateError
@@ -88,6 +90,14 @@ class TrainSettings:
     """Processes that share the experts, neighbours on the fastest links; divides the number of experts."""
     replicate: int = 1
     """Copies of the whole model, each on fsdp x ep processes."""
+    hbm_budget: Annotated[str | None, tyro.conf.arg(metavar="BYTES")] = None
+    """Memory that a training step may take on each process, such as 2GiB, 800MB or plain bytes: parameters, optimizer
+    state, batch, gradients, activations, gather buffers, and the working memory of segments and of the optimizer. What
+    does not fit is recomputed, or goes to --host-budget. Not counted: Python and torch themselves, what an operator
+    allocates within itself, data, and the copy of the state that is being saved."""
+    host_budget: Annotated[str | None, tyro.conf.arg(metavar="BYTES")] = None
+    """Further memory of each process, reserved in one piece, to which activations may be moved; on a CPU it is memory
+    like the other, counted apart. Nothing: they stay."""
     timeout: float = 600.0
     """Seconds that processes wait for one of them before the run ends with its name."""
     seed: int = 0
@@ -145,6 +155,9 @@ class TrainSettings:
             raise SettingsError(f"--ep {self.ep}: does not divide model.num_experts {self.model.num_experts}")
         if not 0 < self.timeout < 1e6:
             raise SettingsError(f"--timeout {self.timeout:g}: must lie between 0 and 1e6 seconds")
+        if self.host_budget is not None and self.hbm_budget is None:
+            raise SettingsError(f"--host-budget {self.host_budget}: has no use without --hbm-budget; give both")
+        _ = self.budgets  # raises for what is no size
         if self.seq_len > self.model.max_position_embeddings:
             raise SettingsError(
                 f"--seq-len {self.seq_len}: exceeds the model's max_position_embeddings "
@@ -156,10 +169,51 @@ class TrainSettings:
         """Processes of the run."""
         return self.replicate * self.fsdp * self.ep
 
+    @property
+    def budgets(self) -> dict[str, int]:
+        """Bytes of each tier that has a budget."""
+        given = {HBM: ("--hbm-budget", self.hbm_budget), HOST: ("--host-budget", self.host_budget)}
+        return {tier: _parse_bytes(flag, text) for tier, (flag, text) in given.items() if text is not None}
+
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)},
+}
+
+
+def _parse_bytes(flag: str, text: str) -> int:
+    """``2GiB``, ``1.5 GB``, ``800MB`` or ``1000`` in bytes."""
+    match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)\s*([a-z]*)", text.strip(), re.IGNORECASE | re.ASCII)
+    if match is None or match[2].upper() not in _UNITS:
+        raise SettingsError(f"{flag} {text}: is no size in bytes; write it as 2GiB, 800MB or 1000000")
+    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if not 0 < size <= LARGEST_BUDGET:
+        raise SettingsError(f"{flag} {text}: must be above 0 and at most 1 EiB")
+    return size
+
+
+LARGEST_BUDGET = 2**60
+"""Bytes above which a budget is taken for a slip."""
 
 # What may differ between a run and its continuation: it changes no value the run computes, but for rounding.
 _FREE = frozenset(
-    {"out", "resume", "save_every", "stop_after", "max_refused", "sample_tokens", "fsdp", "ep", "replicate", "timeout"}
+    {
+        "out",
+        "resume",
+        "save_every",
+        "stop_after",
+        "max_refused",
+        "sample_tokens",
+        "fsdp",
+        "ep",
+        "replicate",
+        "timeout",
+        "hbm_budget",
+        "host_budget",
+    }
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -22,17 +23,30 @@ from typing import Any, NamedTuple
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ..bigram import MAX_VOCABULARY, fit_bigram
+from ..budget import StepPlan, plan_step
 from ..cross_entropy import IGNORE_INDEX
-from ..data import Corpus, Data, Tokenizer, batch_at, check_vocabulary, load, load_tokenizer, windows_for_eval
+from ..data import (
+    Corpus,
+    Data,
+    Tokenizer,
+    batch_at,
+    check_vocabulary,
+    load,
+    load_tokenizer,
+    rank_rows,
+    windows_for_eval,
+)
 from ..evaluate import make_evaluate
 from ..flops import measure_matmul_rate, train_flops_per_token
 from ..generate import generate
+from ..memory import HOST, Copies, CudaCopies, PlanError, explain
 from ..model import Batch, init_balance
 from ..optim import GradientTransformation
 from ..optimizers import make_optimizer
-from ..parallel import Layout, PendingSave, World, make_mesh, shard
+from ..parallel import Layout, PendingSave, World, from_local, local_parts, make_mesh, shard
 from ..parameters import abstract, init
 from ..sharding import model_layout
 from ..state_file import STATES_FOLDER, StateError, latest_state, load_state, save_state, write_text, writing
@@ -104,6 +118,7 @@ class _Run(NamedTuple):
     world: World
     layout: Layout | None  # of the parameters; None in a process by itself
     optimizer: GradientTransformation
+    planned: StepPlan | None  # what the step does to keep the budgets, if there are any
 
 
 def train(settings: TrainSettings, world: World | None = None) -> int:
@@ -121,13 +136,60 @@ def train(settings: TrainSettings, world: World | None = None) -> int:
     settings, world = resolved(settings), world or World()
     world.agree({**flat(settings), **_versions()})
     world.together("the mesh", lambda: _check_ranks(settings, world), *USER_ERRORS)
+    layout = None
+    if world.control is not None:
+        layout = model_layout(settings.model, make_mesh(settings.fsdp, settings.ep, settings.replicate))
+    optimizer = make_optimizer(settings.model, settings.optimizer, settings.steps, layout=layout)
+    planned = None
+    if settings.budgets:
+        planned = world.together("the budget", lambda: _planned(settings, world, layout, optimizer), *USER_ERRORS)
     with contextlib.ExitStack() as stack:
         folder = world.from_first("the folder", lambda: stack.enter_context(_claimed(settings)), *USER_ERRORS)
-        layout = None
-        if world.control is not None:
-            layout = model_layout(settings.model, make_mesh(settings.fsdp, settings.ep, settings.replicate))
-        optimizer = make_optimizer(settings.model, settings.optimizer, settings.steps, layout=layout)
-        return _train(_Run(settings, folder, world, layout, optimizer))
+        return _train(_Run(settings, folder, world, layout, optimizer, planned))
+
+
+def _planned(
+    settings: TrainSettings, world: World, layout: Layout | None, optimizer: GradientTransformation
+) -> StepPlan:
+    """A step within the budgets, planned on a state and a batch of the run's shapes; no schedule asks for more."""
+    model, generator = settings.model, torch.Generator().manual_seed(settings.seed)
+    params = abstract(model) if layout is None else shard(abstract(model), layout)
+
+    def like(leaf: Tensor) -> Tensor:
+        # About as large as initial ones, so that routers spread the tokens.
+        return (0.02 * torch.randn(leaf.shape, generator=generator)).to(world.device)
+
+    drawn = pytree.tree_map(like, local_parts(params))
+    state = init_state(drawn if layout is None else from_local(drawn, layout), optimizer, model)
+    rows = rank_rows(settings.batch_size, world.rank, world.size)
+    tokens = torch.randint(model.vocab_size, (rows.stop - rows.start, settings.seq_len), generator=generator)
+    tokens = tokens.to(world.device)
+    batch = {"tokens": tokens, "targets": tokens, "segment_ids": torch.ones_like(tokens)}
+    try:
+        return plan_step(
+            model,
+            optimizer,
+            state,
+            batch,
+            _pinnable(settings.budgets, world.device),
+            layout=layout,
+            accumulate=settings.accumulate,
+            copies=_copies(world.device),
+            gather=functools.partial(world.gather, "measurements"),
+        )
+    except PlanError as error:
+        raise SettingsError(f"--hbm-budget {settings.hbm_budget}: {error}") from error
+
+
+def _copies(device: torch.device) -> Copies | None:
+    return CudaCopies() if device.type == "cuda" else None
+
+
+def _pinnable(budgets: dict[str, int], device: torch.device) -> dict[str, int]:
+    """Torch rounds pinned memory up to a power of two: no more than the largest within the budget."""
+    if device.type != "cuda" or HOST not in budgets:
+        return budgets
+    return {**budgets, HOST: 1 << (budgets[HOST].bit_length() - 1)}
 
 
 def _versions() -> dict[str, str]:
@@ -152,7 +214,7 @@ def _check_ranks(settings: TrainSettings, world: World) -> None:
 
 
 def _train(run: _Run) -> int:
-    settings, folder, world, _, _ = run
+    settings, folder, world, *_ = run
     tokenizer, data = _read_data(run)
     evaluation = world.together("the data", lambda: _evaluation(data, run), *USER_ERRORS)
     world.agree({"the data": data.train.fingerprint, "the tokenizer": data.train.tokenizer})
@@ -163,6 +225,8 @@ def _train(run: _Run) -> int:
         f"model: {settings.preset}, {settings.model.num_params:,} parameters, "
         f"{settings.model.num_active_params:,} active; run: {folder}"
     )
+    if run.planned is not None:
+        progress.say(explain(run.planned.plan))
     if world.leads:
         progress.start(measure_matmul_rate(settings.model.dtype, world.device), world.size)
 
@@ -336,7 +400,13 @@ def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 def _evaluation(data: Data, run: _Run) -> Evaluation:
     settings = run.settings
     batches: list[Batch] = list(
-        windows_for_eval(data.held_out, settings.eval_windows, seq_len=settings.seq_len, batch_size=settings.batch_size)
+        # As many at once as a microbatch has, so that they take no more memory than a step.
+        windows_for_eval(
+            data.held_out,
+            settings.eval_windows,
+            seq_len=settings.seq_len,
+            batch_size=settings.batch_size // settings.accumulate,
+        )
     )
     # Asked for here, so that a corpus shorter than a window is refused before anything is computed.
     batch_at(data.train, 0, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=settings.seed)
@@ -374,8 +444,16 @@ def _loop(
     progress: Progress,
 ) -> _Ended:
     """Steps until the end, an interrupt or too many refused steps; the last state is on the disk."""
-    settings, folder, world, layout, optimizer = run
-    step_fn = make_train_step(settings.model, optimizer, layout=layout, accumulate=settings.accumulate)
+    settings, folder, world, layout, optimizer, planned = run
+    step_fn = make_train_step(
+        settings.model,
+        optimizer,
+        layout=layout,
+        schedule=None if planned is None else planned.plan.schedule,
+        slabs=None if planned is None else planned.slabs,
+        copies=_copies(world.device),
+        accumulate=settings.accumulate,
+    )
     evaluate = make_evaluate(settings.model, layout)
     last = settings.steps if settings.stop_after is None else min(settings.steps, settings.stop_after)
     refused, saving = 0, _Saving()
@@ -536,7 +614,7 @@ def _read_records(path: Path, steps: int) -> list[dict[str, Any]]:
 
 def _finish(run: _Run, state: TrainState, tokenizer: Tokenizer, evaluation: Evaluation, progress: Progress) -> None:
     """The verdict, a picture, and a sample where this process has the whole model."""
-    settings, folder, _, layout, _ = run
+    settings, folder, _, layout, *_ = run
     records = _read_records(folder / METRICS_FILE, settings.steps)
     loss = records[-1]["held_out_loss"]
     progress.say(f"held-out loss {loss:.3f} nats per token")
