@@ -21,13 +21,13 @@ import tyro
 
 from .commands.exchange import ExportSettings, ImportSettings, export_model, import_model
 from .commands.info import InfoSettings, info
+from .commands.rank import run_as_rank
 from .commands.sample import SampleSettings, sample
-from .commands.settings import DataSettings, SettingsError, TrainSettings, read_settings
+from .commands.settings import USER_ERRORS, DataSettings, SettingsError, TrainSettings, read_settings
 from .commands.tokenize import TokenizeSettings, tokenize
 from .commands.train import SETTINGS_FILE, train
 from .config import preset
-from .data import DataError
-from .hf import HFError
+from .parallel import launched
 from .state_file import StateError
 
 
@@ -101,7 +101,7 @@ def run(arguments: Sequence[str]) -> int:
     """Parses ``arguments`` and runs their command.
 
     Raises:
-      SettingsError, DataError, StateError, HFError: whatever the user can mend.
+      SettingsError, DataError, StateError, CheckpointError, HFError: whatever the user can mend.
     """
     settings = _parse(arguments)
     if isinstance(settings, TrainSettings):
@@ -119,9 +119,11 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """The entry point of the ``functional-moe`` command."""
+    if launched() is not None:
+        run_as_rank(lambda: _parse(sys.argv[1:]))
     try:
         status = run(sys.argv[1:])
-    except (SettingsError, DataError, StateError, HFError) as error:
+    except USER_ERRORS as error:
         print(f"functional-moe: {error}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:

@@ -49,6 +49,11 @@ TOLERANCE = 1.2
 class PlanError(ValueError):
     """No schedule fits the budgets."""
 
+    def __init__(self, message: str, smallest: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+        """Bytes of HBM that would be enough, where that was found."""
+
 
 class Plan(NamedTuple):
     """A schedule, and what is known of it."""
@@ -503,7 +508,8 @@ class _Search:
             f"no schedule fits {self.problem.budgets[HBM]:,} bytes of {HBM}"
             + (f" and {further}" if further else "")
             + f": the smallest budget found that works is {report.peak:,}, reached at {where} by {listed}"
-            + (f" and {more} smaller" if more > 0 else "")
+            + (f" and {more} smaller" if more > 0 else ""),
+            report.peak,
         )
 
 

@@ -14,9 +14,9 @@ from .. import hf
 from ..data import check_vocabulary, load_tokenizer
 from ..model import init_balance
 from ..parameters import abstract
-from ..state_file import StateError, load_state, save_state, writing
+from ..state_file import StateError, latest_state, load_state, save_state, writing
 from .settings import DataSettings, SettingsError, TrainSettings, read_settings, to_json
-from .train import DATA_FILE, SETTINGS_FILE, STATE_FILE, check_tokenizer
+from .train import DATA_FILE, SETTINGS_FILE, check_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 # What may belong to a tokenizer besides; it goes along unread, but for the chat template.
@@ -84,7 +84,7 @@ def import_model(settings: ImportSettings) -> int:
         (folder / hf.GENERATION_FILE).write_text(_json(_generation(source, hf_config)), encoding="utf-8")
         (folder / DATA_FILE).write_text(_json(identity), encoding="utf-8")
         (folder / SETTINGS_FILE).write_text(to_json(run), encoding="utf-8")
-        save_state(folder / STATE_FILE, {"params": model.params, "balance": model.balance})
+        save_state(folder, 0, {"params": model.params, "balance": model.balance}, config).wait()
     told = f"{out}: {run.preset}, {config.num_params:,} parameters, {config.num_active_params:,} active"
     if model.left_out:
         told += f"; left out {len(model.left_out)} tensors that predict later tokens, {model.left_out[0]} and on"
@@ -98,7 +98,7 @@ def export_model(settings: ExportSettings) -> int:
     tokenizer = load_tokenizer(run.data.tokenizer, run.data.separator_token)
     check_tokenizer(settings.run, tokenizer)
     template: dict[str, Any] = {"params": abstract(run.model), "balance": init_balance(run.model)}
-    state = load_state(settings.run / STATE_FILE, template, partial=True)
+    state = load_state(latest_state(settings.run), template, run.model, partial=True)
     beside, generation = {}, {"bos_token_id": tokenizer.separator, "eos_token_id": tokenizer.separator}
     if run.data.tokenizer is not None:
         beside[TOKENIZER_FILE] = _read(run.data.tokenizer)

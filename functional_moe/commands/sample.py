@@ -12,10 +12,10 @@ from ..data import load_tokenizer
 from ..generate import generate
 from ..model import init_balance
 from ..parameters import abstract
-from ..state_file import load_state
+from ..state_file import latest_state, load_state
 from .progress import printable
 from .settings import SettingsError, read_settings
-from .train import SETTINGS_FILE, STATE_FILE, check_tokenizer
+from .train import SETTINGS_FILE, check_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def sample(settings: SampleSettings) -> int:
     tokenizer = load_tokenizer(run.data.tokenizer, run.data.separator_token)
     check_tokenizer(settings.run, tokenizer)
     template: dict[str, Any] = {"params": abstract(run.model), "balance": init_balance(run.model)}
-    state = load_state(settings.run / STATE_FILE, template, partial=True)
+    state = load_state(latest_state(settings.run), template, run.model, partial=True)
     try:
         prompt = [tokenizer.separator, *map(int, tokenizer.encode(settings.prompt))]
     except UnicodeEncodeError as error:

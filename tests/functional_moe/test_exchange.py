@@ -16,7 +16,7 @@ from functional_moe import __main__ as command_line
 from functional_moe import hf
 from functional_moe.commands import exchange
 from functional_moe.generate import generate
-from functional_moe.state_file import StateError
+from functional_moe.parallel import CheckpointError
 from functional_moe.tree import named_leaves
 
 from .hf_models import FAMILIES, write_model
@@ -147,7 +147,7 @@ def test_training_may_change_what_is_no_shape(model_dir: Path, text: Path, tmp_p
     common += ["--eval-windows", 2, "--sample-tokens", 0]
     changes = ["--model.compute-dtype", "bfloat16", "--model.router-aux-loss-coef", 0.01]
     assert run(*common, *changes, "--out", tmp_path / "a") == 0
-    with pytest.raises(StateError, match="has shape"):
+    with pytest.raises(CheckpointError, match="has shape"):
         run(*common, "--model.moe-intermediate-size", 24, "--out", tmp_path / "b")
 
 
@@ -212,8 +212,8 @@ def test_a_tokenizer_that_cannot_be_used_is_named(
 def test_a_full_disk_leaves_no_run(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, state: object) -> None:
-        path.write_bytes(b"half")
+    def full(run: Path, *_: object) -> None:
+        (run / "half").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
