@@ -20,6 +20,10 @@ from ._costs import Costs as Costs
 from ._costs import SegmentSeconds as SegmentSeconds
 from ._costs import make_costs as make_costs
 from ._costs import measure_seconds as measure_seconds
+from ._draw import draw as draw
+from ._draw import explain as explain
+from ._draw import trace_events as trace_events
+from ._draw import write_trace as write_trace
 from ._execute import Execution as Execution
 from ._execute import execute as execute
 from ._hardware import Hardware as Hardware
@@ -40,6 +44,10 @@ from ._profile import SegmentProfile as SegmentProfile
 from ._profile import Sizes as Sizes
 from ._profile import Variant as Variant
 from ._profile import profile_chain as profile_chain
+from ._profile import profile_context as profile_context
+from ._remat import name as name
+from ._remat import remat as remat
+from ._replay import output_is_needed as output_is_needed
 from ._schedule import HBM as HBM
 from ._schedule import HOST as HOST
 from ._schedule import Backward as Backward

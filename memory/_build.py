@@ -87,11 +87,16 @@ def make_schedule(
             raise ValueError(f"{name} = {number}: must be at least {least}")
     if order not in ("depth_first", "layer_major"):
         raise ValueError(f"order = {order!r}: must be 'depth_first' or 'layer_major'")
+    if tier == HBM:
+        raise ValueError(f"tier = {tier!r}: values are offloaded to another than {HBM!r}")
     if gathers is not None:
         if gathers.prefetch < 0:
             raise ValueError(f"prefetch = {gathers.prefetch}: must be at least 0")
         if unknown := sorted(set(gathers.sizes) - set(chain.layers)):
             raise ValueError(f"gathers are for the layers {unknown}; the chain has {chain.layers}")
+        for layer, size in gathers.sizes.items():
+            if size < 0:
+                raise ValueError(f"gathers: {layer} has {size} bytes; must be at least 0")
     program = _Program(_compute(chain, recipes, microbatches, order))
     _move(program, chain, recipes, lag, lead)
     resident = frozenset(chain.layers)

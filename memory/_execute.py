@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,9 @@ def execute(
     """Runs a schedule that :func:`verify` passed.
 
     Equal to ``torch.func.grad_and_value`` of :func:`run_chain`, summed over the microbatches: bit for bit on one
-    process, whatever is recomputed or moved. Uses plain autograd inside, so it is no place for transforms.
+    process, whatever is recomputed or moved. A leaf that two segments read is the exception with several microbatches:
+    its summands are added in the order in which the segments run backwards, not microbatch by microbatch. Uses plain
+    autograd inside, so it is no place for transforms.
 
     Args:
       schedule: the instructions.
@@ -64,11 +67,14 @@ def execute(
       copies: how values get to further tiers; by default within the host's memory.
 
     Raises:
-      ValueError: for another number of microbatches.
+      ValueError: for another number of microbatches, or a slab of less than 0 bytes.
       MemoryError: when a tier's slab is too small.
     """
     if len(batches) != schedule.microbatches:
         raise ValueError(f"{len(batches)} microbatches for a schedule of {schedule.microbatches}")
+    for tier, size in (slabs or {}).items():
+        if size < 0:
+            raise ValueError(f"slabs: {size} bytes of {tier!r}; at least 0")
     run = _Run(schedule, chain, store, batches, dict(slabs or {}), HostCopies() if copies is None else copies)
     for instruction in schedule:
         run.step(instruction)
@@ -100,6 +106,7 @@ class _Run:
         self.contexts: dict[int, Any] = {}
         self.values: dict[Value, Tree] = {}
         self.tapes: dict[Value, Tape] = {}
+        self.saved: dict[Value, set[int]] = {}  # the storages that a tape keeps, where values are spoiled
         self.pieces: dict[Place, _Piece] = {}
         self.fits = {tier: FirstFit() for tier in slabs}
         self.slabs = {tier: copies.slab(size) for tier, size in slabs.items()}
@@ -150,25 +157,43 @@ class _Run:
         x = self._input(one.segment, one.microbatch)
         given = {name: self._value(Value("residual", one.segment, one.microbatch, name)) for name in one.given}
         context = self._context(one.microbatch)
+        first = (one.microbatch, one.segment) not in self.metrics
+        needed = one.output or first
         if one.record:
-            result, tape = record_segment(segment, parameters, x, context, given)
-            self.tapes[Value("graph", one.segment, one.microbatch)] = tape
+            graph = Value("graph", one.segment, one.microbatch)
+            saved: set[int] = set()
+
+            def note(tensor: Tensor) -> Tensor:
+                saved.add(tensor.untyped_storage()._cdata)
+                return tensor
+
+            hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+            with hooks if self.copies.spoils else nullcontext():
+                result, self.tapes[graph] = record_segment(segment, parameters, x, context, given, needed)
+            # Not what it was given, which must stay as long: that is for the schedule to see to.
+            self.saved[graph] = saved - _storages((x, given, parameters)) if saved else saved
         else:
             result = run_segment(segment, parameters, x, context, given)
         following = self.index.following[one.segment]
+        if following is not None and result.output is None:
+            raise ValueError(f"segment {one.segment!r} returned no output, which {following!r} needs")
         if one.output and following is not None:
             self.values[Value("input", following, one.microbatch)] = result.output
         for name in one.kept:
+            if name not in result.residuals:
+                raise ValueError(f"segment {one.segment!r} declares the residual {name!r} and did not return it")
             self.values[Value("residual", one.segment, one.microbatch, name)] = result.residuals[name]
-        if (one.microbatch, one.segment) not in self.metrics:
+        if first:
             self.metrics[one.microbatch, one.segment] = result.metrics
             self.losses[one.microbatch, one.segment] = result.loss
 
     def _backward(self, segment: str, microbatch: int) -> None:
         for layer in self.index[segment].layers_backward:
             self.store.parameters(layer)  # the graph refers to them: they must have arrived
-        self._input(segment, microbatch)
-        tape = self.tapes.pop(Value("graph", segment, microbatch))
+        own_input = self._input(segment, microbatch)
+        graph = Value("graph", segment, microbatch)
+        tape = self.tapes.pop(graph)
+        self.saved.pop(graph)
         following = self.index.following[segment]
         cotangent = None if following is None else self.values.pop(Value("cotangent", following, microbatch))
         gradients = run_backward(tape, cotangent)
@@ -176,7 +201,7 @@ class _Run:
         x = gradients.x
         if x is not None:
             self.values[Value("cotangent", segment, microbatch)] = x
-        shared = {leaf.untyped_storage()._cdata for leaf in (x, cotangent) if leaf is not None}
+        shared = {leaf.untyped_storage()._cdata for leaf in (x, cotangent, own_input) if leaf is not None}
         for layer, leaves in gradients.parameters.items():
             self.store.add_gradient(layer, {path: _owned(leaf, shared) for path, leaf in leaves.items()})
         self._spoil(cotangent)
@@ -253,11 +278,16 @@ class _Run:
         """Overwrites what was given back, unless a value that is still here has the same memory."""
         if not self.copies.spoils:
             return
-        kept = (self.values, self.store.gradients(), self.metrics, self.losses, self.contexts, self.batches)
-        held = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(kept) if is_tensor(leaf)}
+        held = _storages((self.values, self.metrics, self.losses, self.contexts, self.batches)).union(
+            *self.saved.values()
+        )
         for leaf in pytree.tree_leaves(tree):
             if is_tensor(leaf) and leaf.untyped_storage()._cdata not in held:
                 self.copies.spoil(leaf)
+
+
+def _storages(tree: Tree) -> set[int]:
+    return {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(tree) if is_tensor(leaf)}
 
 
 def _in_slab(tree: Tree, piece: Tensor) -> Tree:
@@ -276,6 +306,11 @@ def _in_slab(tree: Tree, piece: Tensor) -> Tree:
 
 
 def _owned(gradient: Tensor, shared: set[int]) -> Tensor:
-    """``gradient`` as memory that may be added to: autograd may hand out the cotangent itself, or an expanded value."""
+    """``gradient`` as memory that may be added to, which joins what is ``shared`` (storages).
+
+    Autograd may hand out the cotangent itself, an expanded value, or the same tensor for two leaves that are added.
+    """
     expanded = any(size > 1 and stride == 0 for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
-    return gradient.clone() if expanded or gradient.untyped_storage()._cdata in shared else gradient
+    owned = gradient.clone() if expanded or gradient.untyped_storage()._cdata in shared else gradient
+    shared.add(owned.untyped_storage()._cdata)
+    return owned

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -35,6 +36,14 @@ class Pace(NamedTuple):
 PACES = (Pace(1, 2), Pace(0, 1), Pace(0, 2), Pace(1, 1), Pace(2, 2), Pace(2, 4))
 EFFORT = 40_000
 """Instructions gone through, over all schedules that are tried."""
+
+
+SMALL = 16
+"""Segments, up to which every pace gets a program of its own."""
+MOVES = 4_000
+"""Neighbours of a schedule that are ranked by the model."""
+MEMORY_TOLERANCE, TIME_TOLERANCE = 1.03, 1.2
+"""How far the model may be off; its time for few segments, where details weigh more."""
 
 
 class PlanError(ValueError):
@@ -291,13 +300,12 @@ class _Search:
 
     def run(self) -> Plan:
         self._check_residents()
-        segments = len(self.problem.chain.segments)
-        small = segments <= 16
         uniform = self._uniform()
-        for pace in self.paces if small else self.paces[:1]:
+        paces = self.paces if len(self.problem.recipes) <= SMALL else self.paces[:1]
+        for pace in paces:
             self._propose(pace, smallest=False)
         if not self._fitting():
-            for pace in self.paces if small else self.paces[:1]:
+            for pace in paces:
                 self._propose(pace, smallest=True)
             self._refine(smallest=True)
             if not self._fitting():
@@ -426,54 +434,67 @@ class _Search:
         """Tries neighbours of the best while that helps."""
         key = _by_peak if smallest else _by_time
         while self.work < self.effort:
-            found = [trial for trial in self.trials.values() if not trial.over and (smallest or trial.fits)]
-            best = min(found, key=key)
-            if not any(
-                key(self.trial(*one)) < key(best) and self._counts(self.trial(*one), smallest)
-                for one in self._neighbours(best, smallest)
-                if self.work < self.effort
-            ):
+            best = min((trial for trial in self.trials.values() if self._counts(trial, smallest)), key=key)
+            for choices, pace in self._neighbours(best, smallest):
+                trial = self.trial(choices, pace)
+                if self._counts(trial, smallest) and key(trial) < key(best):
+                    break
+                if self.work >= self.effort:
+                    return
+            else:
                 return
 
     def _counts(self, trial: _Trial, smallest: bool) -> bool:
         return not trial.over and (smallest or trial.fits)
 
     def _neighbours(self, best: _Trial, smallest: bool) -> Iterator[tuple[Choices, Pace]]:
-        """Other paces; then up to two segments changed, the most promising first."""
-        for pace in self.paces:
-            if pace != best.pace:
-                yield best.choices, pace
+        """The best with another pace and some segments changed, the most promising first.
+
+        What the model takes to be over a limit, or slower, by more than its own error is left out.
+        """
+        moves = self._moves(best.choices)
+        table = np.tile(np.array(best.choices), (len(moves), 1))
+        for row, move in zip(table, moves, strict=True):
+            for number, option in move:
+                row[number] = option
         model, base = self._model(best.pace), self.bases[best.pace]
-        current = np.array(best.choices)
+        table = table[model.allowed(table)]
+        now = np.array([best.choices])
+        seconds, peak = model.seconds(now)[0], np.max(base + model.levels(now)[0])
+        ranked: list[tuple[float, float, Choices, Pace]] = []
+        small = len(self.problem.recipes) <= SMALL
+        for pace in self.paces if small else (best.pace,):
+            model, base = self._model(pace), self.bases[pace]
+            taken, peaks = model.seconds(table) / seconds, np.max(base + model.levels(table), axis=1)
+            good = peaks <= (peak if smallest else self.problem.budgets.get(HBM, np.inf)) * MEMORY_TOLERANCE
+            for tier, limit in self.limits.items():
+                if tier in model.further:
+                    good &= model.held(tier, table) <= limit
+            if not smallest:
+                good &= taken <= (TIME_TOLERANCE if small else 1.0)
+            for row in np.flatnonzero(good):
+                keys = (float(peaks[row]), float(taken[row]))
+                choices = tuple(int(option) for option in table[row])
+                ranked.append((*(keys if smallest else keys[::-1]), choices, pace))
+        for pace in self.paces:
+            yield best.choices, pace
+        for _, _, choices, pace in sorted(ranked):
+            yield choices, pace
+
+    def _moves(self, choices: Choices) -> list[tuple[tuple[int, int], ...]]:
+        """Up to three segments changed, as far as there are not too many ways."""
         changes = [
             (number, option)
             for number, some in enumerate(self.problem.recipes)
             for option in range(len(some))
-            if option != current[number]
+            if option != choices[number]
         ]
-        pairs = list(itertools.combinations(changes, 2)) if len(changes) <= 80 else []
-        moves = [(one,) for one in changes] + [(a, b) for a, b in pairs if a[0] != b[0]]
-        table = np.tile(current, (len(moves), 1))
-        for row, move in zip(table, moves, strict=True):
-            for number, option in move:
-                row[number] = option
-        table = table[model.allowed(table)]
-        if not len(table):
-            return
-        seconds, peaks = model.seconds(table), np.max(base + model.levels(table), axis=1)
-        good = np.ones(len(table), dtype=bool)
-        for tier, limit in self.limits.items():
-            if tier in model.further:
-                good &= model.held(tier, table) <= limit
-        if smallest:
-            ranked = sorted(range(len(table)), key=lambda row: (not good[row], peaks[row], seconds[row]))
-        else:
-            # What the model takes to be a little over the budget may fit all the same.
-            allowed = self.problem.budgets.get(HBM, np.inf) * 1.02
-            good &= peaks <= allowed
-            ranked = sorted(range(len(table)), key=lambda row: (not good[row], seconds[row], peaks[row]))
-        for row in ranked:
-            yield tuple(int(option) for option in table[row]), best.pace
+        moves: list[tuple[tuple[int, int], ...]] = [()]
+        for count in (1, 2, 3):
+            if count == 1 or math.comb(len(changes), count) <= MOVES:
+                found = itertools.combinations(changes, count)
+                moves += [move for move in found if len({number for number, _ in move}) == count]
+        return moves
 
     def _refuse(self) -> None:
         best = min((trial for trial in self.trials.values() if not trial.over), key=_by_peak)

@@ -105,6 +105,8 @@ class Sizes:
     """Bytes that reducing a layer's gradient needs besides it and the result."""
     resident: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
     """What is there all the time, by tier and name: shards, optimizer state."""
+    context: int = 0
+    """Bytes of a microbatch's context (:func:`profile_context`), from its first run of a segment to its last."""
 
     def value(self, value: Value, given: tuple[str, ...] = ()) -> int:
         """Bytes of a value; of a graph, for the residuals it was given."""
@@ -117,7 +119,7 @@ class Sizes:
             case "residual":
                 return self.segments[value.of].residuals[value.name]
             case "graph":
-                return self.segments[value.of].graph[given]
+                return self.segments[value.of].graph[self._in_order(value.of, given)]
             case "reduced":
                 return self.reduced_layers[value.of]
             case "gradient":
@@ -133,15 +135,19 @@ class Sizes:
 
     def forward(self, segment: str, record: bool, given: tuple[str, ...]) -> int:
         """Working memory of a run, in bytes over those before it."""
-        return self.segments[segment].forward[Variant(record, given)]
+        return self.segments[segment].forward[Variant(record, self._in_order(segment, given))]
 
     def backward(self, segment: str, given: tuple[str, ...]) -> int:
         """Working memory of a graph's backward, in bytes over those before it."""
-        return self.segments[segment].backward[given]
+        return self.segments[segment].backward[self._in_order(segment, given)]
 
     def reduction(self, layer: str) -> int:
         """Working memory of reducing a layer's gradient, in bytes."""
         return self.reductions.get(layer, 0)
+
+    def _in_order(self, segment: str, given: tuple[str, ...]) -> tuple[str, ...]:
+        """Residuals in the order in which the segment declares them."""
+        return tuple(name for name in self.segments[segment].residuals if name in given)
 
 
 def profile_chain(chain: Chain, parameters: Parameters, batch: Any) -> dict[str, SegmentProfile]:
@@ -153,7 +159,7 @@ def profile_chain(chain: Chain, parameters: Parameters, batch: Any) -> dict[str,
       batch: one microbatch.
 
     Returns:
-      the profile of every segment, by name; segments of one kind share theirs.
+      the profile of every segment, by name; segments of one kind are alike but for the names of their layers.
     """
     context = chain.prepare(batch)
     x: Tensor | None = None
@@ -163,10 +169,21 @@ def profile_chain(chain: Chain, parameters: Parameters, batch: Any) -> dict[str,
         own = {layer: parameters[layer] for layer in segment.layers}
         if segment.kind not in kinds:
             kinds[segment.kind] = _profile_segment(segment, own, x, context)
-        found[segment.name] = kinds[segment.kind]
+        profile = kinds[segment.kind]
+        gradient = dict(zip(segment.layers, profile.gradient.values(), strict=True))
+        found[segment.name] = dataclasses.replace(profile, gradient=gradient)
         if segment is not chain.segments[-1]:
             x = run_segment(segment, own, x, context, {}).output
     return found
+
+
+def profile_context(chain: Chain, batch: Any) -> int:
+    """Bytes of what ``chain.prepare`` makes of a microbatch, besides the microbatch itself."""
+    with LiveBytes() as memory:
+        context = chain.prepare(batch)
+        size: int = memory.live
+    del context
+    return size
 
 
 def variants_of(segment: Segment) -> tuple[tuple[str, ...], ...]:
@@ -183,6 +200,8 @@ def _profile_segment(segment: Segment, parameters: Parameters, x: Tensor | None,
     first = run_segment(segment, parameters, x, context, {})
     output = 0 if first.output is None else tree_bytes(first.output)
     residuals = dict(first.residuals)
+    if missing := sorted(set(segment.residuals) - set(residuals)):
+        raise ValueError(f"segment {segment.name!r} declares the residuals {missing} and did not return them")
     cotangent = None if first.output is None else torch.ones_like(first.output)
     forward, graph, backward, forward_flops, backward_flops = {}, {}, {}, {}, {}
     gradient: dict[str, dict[str, int]] = {}
@@ -207,5 +226,5 @@ def _profile_segment(segment: Segment, parameters: Parameters, x: Tensor | None,
             for layer, leaves in gradients.parameters.items():
                 gradient[layer] = {name: tree_bytes(leaf) for name, leaf in leaves.items()}
             del gradients, tape
-    sizes = {name: tree_bytes(value) for name, value in residuals.items()}
+    sizes = {name: tree_bytes(residuals[name]) for name in segment.residuals}
     return SegmentProfile(output, sizes, graph, gradient, forward, backward, forward_flops, backward_flops)

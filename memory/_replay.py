@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +13,36 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ._chain import Parameters, Result, Segment, Tree
+from ._store import structure_paths
+
+
+class _Needs(threading.local):
+    """For each function that is running, the innermost last. Autograd has threads of its own."""
+
+    def __init__(self) -> None:
+        self.stack: list[bool] = []
+
+
+_needs = _Needs()
+
+
+def output_is_needed() -> bool:
+    """Whether anybody will read the values that the segment, or the function under ``remat``, that asks is to return.
+
+    In a replay for the graph alone nobody does: a last operation with a backward of its own, such as a product, may
+    then return memory that it has not filled. ``torch.utils.checkpoint`` has the same from stopping early.
+    """
+    return not _needs.stack or _needs.stack[-1]
+
+
+@contextmanager
+def need_output(needed: bool) -> Iterator[None]:
+    """Says so for the function that runs inside."""
+    _needs.stack.append(needed)
+    try:
+        yield
+    finally:
+        _needs.stack.pop()
 
 
 class Tape(NamedTuple):
@@ -45,21 +77,27 @@ def run_segment(
 
 
 def record_segment(
-    segment: Segment, parameters: Parameters, x: Tensor | None, context: Any, residuals: Mapping[str, Tree]
+    segment: Segment,
+    parameters: Parameters,
+    x: Tensor | None,
+    context: Any,
+    residuals: Mapping[str, Tree],
+    output_needed: bool = True,
 ) -> Recorded:
     """The segment with its graph, which refers to ``x``, to the parameters and to ``residuals``.
 
-    The output is detached: what is computed from it belongs to other graphs.
+    The output is detached: what is computed from it belongs to other graphs. Without ``output_needed`` its values may
+    be anything (:func:`output_is_needed`).
     """
     x = None if x is None else x.detach().requires_grad_()
     leaves: dict[str, dict[str, Tensor]] = {}
     trees: dict[str, Tree] = {}
     for layer, tree in parameters.items():
-        named, spec = pytree.tree_flatten_with_path(tree)
-        tracked = [(pytree.keystr(path), leaf.detach().requires_grad_()) for path, leaf in named]
-        leaves[layer] = dict(tracked)
-        trees[layer] = pytree.tree_unflatten([leaf for _, leaf in tracked], spec)
-    with torch.enable_grad():
+        plain, spec = pytree.tree_flatten(tree)
+        tracked = [leaf.detach().requires_grad_() for leaf in plain]
+        leaves[layer] = dict(zip(structure_paths(spec), tracked, strict=True))
+        trees[layer] = pytree.tree_unflatten(tracked, spec)
+    with torch.enable_grad(), need_output(output_needed):
         result = segment.function(trees, x, context, residuals)
     edge = None
     output, loss = result.output, result.loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import NoReturn, Protocol
 
@@ -92,15 +93,22 @@ def add_leaves(sums: dict[str, Tensor], gradient: Mapping[str, Tensor]) -> None:
             sums[path] = leaf
 
 
-def leaf_paths(tree: Tree) -> list[str]:
+def leaf_paths(tree: Tree) -> tuple[str, ...]:
     """The paths of a tree's leaves, in its order."""
-    return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+    return structure_paths(pytree.tree_structure(tree))
+
+
+@functools.lru_cache(maxsize=64)
+def structure_paths(structure: pytree.TreeSpec) -> tuple[str, ...]:
+    """The same of a structure. Made once: to write them takes as long as some small operations."""
+    indexed = pytree.tree_unflatten(range(structure.num_leaves), structure)
+    return tuple(pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(indexed)[0])
 
 
 def _filled(tree: Tree, sums: Mapping[str, Tensor]) -> Tree:
     leaves, spec = pytree.tree_flatten(tree)
-    paths = leaf_paths(tree)
     filled: Iterable[Tensor] = (
-        sums[path] if path in sums else torch.zeros_like(leaf) for path, leaf in zip(paths, leaves, strict=True)
+        sums[path] if path in sums else torch.zeros_like(leaf)
+        for path, leaf in zip(structure_paths(spec), leaves, strict=True)
     )
     return pytree.tree_unflatten(list(filled), spec)

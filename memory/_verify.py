@@ -68,7 +68,7 @@ def verify(
 
     Raises:
       ScheduleError: names the instruction and the value; over budget, what fills the tier.
-      ValueError: for budgets that are negative, or given without sizes.
+      ValueError: for budgets that are negative, or given without sizes; for sizes of another chain.
     """
     if budgets and sizes is None:
         raise ValueError("budgets without sizes: nothing to compare them with")
@@ -76,14 +76,26 @@ def verify(
         if budget < 0:
             raise ValueError(f"the budget of {tier} is {budget} bytes; it must be at least 0")
     state = _State(ChainIndex(chain), schedule)
-    memory = None if sizes is None else _Memory(sizes, schedule, dict(budgets or {}))
+    found: list[Effects] = []
     for index, instruction in enumerate(schedule):
-        known = state.check(index, instruction)
-        state.apply(instruction, known)
-        if memory is not None:
-            memory.apply(index, instruction, known)
+        found.append(state.check(index, instruction))
+        state.apply(instruction, found[-1])
     state.check_end()
-    return {} if memory is None else memory.reports()
+    if sizes is None:
+        return {}
+    _check_sizes(sizes, schedule, chain)
+    memory = _Memory(sizes, schedule, dict(budgets or {}))
+    for index, (instruction, known) in enumerate(zip(schedule, found, strict=True)):
+        memory.apply(index, instruction, known)
+    return memory.reports()
+
+
+def _check_sizes(sizes: Sizes, schedule: Schedule, chain: Chain) -> None:
+    if missing := [segment.name for segment in chain.segments if segment.name not in sizes.segments]:
+        raise ValueError(f"the sizes are of other segments: {missing} are missing")
+    for text, known in (("gathered", sizes.gathered_layers), ("reduced", sizes.reduced_layers)):
+        if missing := [layer for layer in chain.layers if layer not in schedule.resident and layer not in known]:
+            raise ValueError(f"the sizes have no {text} bytes of {missing}, which are not resident")
 
 
 Refuse: TypeAlias = Callable[[str], NoReturn]
@@ -140,6 +152,8 @@ class _State:
             case Gather(layer, buffer):
                 if layer in self.schedule.resident:
                     refuse("the layer is resident")
+                if buffer < 0:
+                    refuse("buffers are numbered from 0")
                 if buffer in self.buffers:
                     refuse(f"buffer {buffer} holds {self.buffers[buffer]}")
             case Release(layer):
@@ -149,9 +163,7 @@ class _State:
                 self._check_forward(instruction, refuse)
             case Backward(segment, microbatch):
                 self._check_backward(segment, microbatch, refuse)
-            case Offload(value, tier) | Fetch(value, tier):
-                if tier == HBM:
-                    refuse(f"{HBM} is where values are computed; a copy goes to a further tier")
+            case Offload(value) | Fetch(value):
                 if value.kind not in ("input", "residual"):
                     refuse(f"a {value.kind} cannot leave {HBM}")
             case Drop(value):
@@ -176,6 +188,8 @@ class _State:
             case Forward(name, microbatch) | Backward(name, microbatch):
                 self._check_segment(name, microbatch, refuse)
             case Offload(value) | Fetch(value) | Drop(value):
+                if instruction.tier == HBM and not isinstance(instruction, Drop):
+                    refuse(f"{HBM} is where values are computed; a copy goes to a further tier")
                 if value.kind in OF_LAYERS:
                     if value.of not in self.chain.layers:
                         refuse(f"the chain has the layers {self.chain.layers}")
@@ -263,6 +277,11 @@ class _Memory:
     def __init__(self, sizes: Sizes, schedule: Schedule, budgets: dict[str, int]) -> None:
         self.sizes, self.budgets = sizes, budgets
         self.fixed = fixed_contents(sizes, schedule)
+        self.runs: dict[int, int] = {}  # of each microbatch, the runs of segments that are still to come
+        for one in schedule:
+            if isinstance(one, (Forward, Backward)):
+                self.runs[one.microbatch] = self.runs.get(one.microbatch, 0) + 1
+        self.prepared: set[int] = set()
         self.held: dict[str, dict[Value, int]] = {tier: {} for tier in self.fixed}
         self.slabs: dict[str, FirstFit] = {}
         self.offsets: dict[Place, int] = {}
@@ -278,6 +297,8 @@ class _Memory:
         """Counts the memory while ``instruction`` runs, and after it."""
         if isinstance(instruction, Forward) and instruction.record:
             self.given[Value("graph", instruction.segment, instruction.microbatch)] = instruction.given
+        if isinstance(instruction, (Forward, Backward)):
+            self.prepared.add(instruction.microbatch)
         if transient := self._transient(instruction):
             self._note(HBM, index, describe(instruction), transient)
         for place in (*known.writes, *known.adds):
@@ -298,6 +319,10 @@ class _Memory:
         if isinstance(instruction, ReduceScatter):
             # In use until the sum is done, which the gradient's drop waits for.
             self.held[HBM][Value("gradient", instruction.layer)] += self.sizes.reduction(instruction.layer)
+        if isinstance(instruction, (Forward, Backward)):
+            self.runs[instruction.microbatch] -= 1
+            if not self.runs[instruction.microbatch]:
+                self.prepared.discard(instruction.microbatch)
         self.issued += 1
         for tier, levels in self.levels.items():
             self._note(tier, index, describe(instruction))
@@ -324,6 +349,8 @@ class _Memory:
     def _level(self, tier: str) -> int:
         """Bytes of a tier: in HBM of its contents; of a slab, up to the end of its last piece."""
         fixed = sum(self.fixed.get(tier, {}).values())
+        if tier == HBM:
+            fixed += self.sizes.context * len(self.prepared)
         return fixed + (self.slabs[tier].end if tier in self.slabs else sum(self.held[tier].values()))
 
     def _note(self, tier: str, index: int, text: str, transient: int = 0) -> None:
@@ -331,6 +358,8 @@ class _Memory:
         if tier in self.peaks and level <= self.peaks[tier].peak:
             return
         held = {str(value): size for value, size in self.held[tier].items()} | self.fixed.get(tier, {})
+        if tier == HBM and self.sizes.context:
+            held |= {f"context of microbatch {microbatch}": self.sizes.context for microbatch in self.prepared}
         if transient:
             held[f"working memory of {text}"] = transient
         contents = tuple(sorted(held.items(), key=lambda item: -item[1]))

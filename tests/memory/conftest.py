@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from functional_moe.memory import Chain, Result, Segment
+from functional_moe.memory import (
+    Chain,
+    ResidentStore,
+    Result,
+    Segment,
+    Sizes,
+    add_leaves,
+    leaf_paths,
+    profile_chain,
+    profile_context,
+    run_chain,
+)
+from functional_moe.memory._execute import _in_slab as place
+from functional_moe.memory._pool import tree_bytes
 
 WIDTH, ROWS = 8, 6
 
@@ -53,7 +68,7 @@ def make_chain(depth: int, counter: Counter | None = None) -> Chain:
             out = x + weight * torch.sin(x @ parameters[name]["experts"])
             loss = 0.01 * torch.logsumexp(scores, -1).square().sum() / context["total"]
             return Result(
-                out, loss, {"choice": choice}, {"count": torch.bincount(choice["index"].flatten(), minlength=3)}
+                out, loss, {"choice": choice}, {"count": (choice["index"].flatten()[:, None] == torch.arange(3)).sum(0)}
             )
 
         return run
@@ -69,7 +84,7 @@ def make_chain(depth: int, counter: Counter | None = None) -> Chain:
         segments.append(Segment(f"{layer}.mix", (layer,), mix(layer), "mix", ("mixed",)))
         segments.append(Segment(f"{layer}.choose", (layer,), choose(layer), "choose", ("choice",), ("choice",)))
     segments.append(Segment("head", ("head", "table"), head, "head"))
-    return Chain(tuple(segments), lambda batch: batch)
+    return Chain(tuple(segments), prepare)
 
 
 class _Given(torch.autograd.Function):
@@ -89,29 +104,161 @@ class _Given(torch.autograd.Function):
         return grad @ weight, grad.flatten(0, -2).T @ inner.flatten(0, -2), None
 
 
-def make_parameters(depth: int, seed: int = 0) -> dict[str, Any]:
+def make_parameters(depth: int, seed: int = 0, width: int = WIDTH) -> dict[str, Any]:
     """fp32 leaves."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) / WIDTH**0.5
+        return torch.randn(shape, generator=generator) / width**0.5
 
     layers = {
         f"layer{index}": {
-            "mix": normal(WIDTH, WIDTH),
-            "router": normal(WIDTH, 3),
-            "experts": normal(WIDTH, WIDTH),
+            "mix": normal(width, width),
+            "router": normal(width, 3),
+            "experts": normal(width, width),
         }
         for index in range(depth)
     }
-    return {"table": {"weight": normal(11, WIDTH)}, **layers, "head": {"scale": normal(WIDTH)}}
+    return {"table": {"weight": normal(11, width)}, **layers, "head": {"scale": normal(width)}}
 
 
 def make_batch(seed: int, rows: int = ROWS) -> dict[str, Tensor]:
-    """Tokens, targets, and the divisor of the loss."""
+    """Tokens, and the divisor of the loss."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(11, (rows, 5), generator=generator)
-    return {"tokens": tokens, "targets": tokens.roll(-1, 1), "total": torch.tensor(50.0)}
+    return {"tokens": tokens, "total": torch.tensor(50.0)}
+
+
+def prepare(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A context with a tensor of its own."""
+    return {**batch, "targets": batch["tokens"].roll(-1, 1)}
+
+
+def make_sizes(
+    chain: Chain, parameters: dict[str, Any], batch: Any, gathered: Mapping[str, int] | None = None
+) -> Sizes:
+    """Of the real segments; every layer's gradient stays here in full."""
+    names = [segment.name for segment in chain.segments]
+    gathered = gathered or {}
+    return Sizes(
+        profile_chain(chain, parameters, batch),
+        dict(zip(names, [None, *names[:-1]], strict=True)),
+        gathered,
+        {layer: tree_bytes(parameters[layer]) for layer in gathered},
+        {},
+        context=profile_context(chain, batch),
+    )
+
+
+def layer_bytes(parameters: dict[str, Any]) -> dict[str, int]:
+    """Of each layer, as it lies in a buffer."""
+    return {layer: tree_bytes(tree) for layer, tree in parameters.items()}
+
+
+class Reference(NamedTuple):
+    """What a step computes, by ``torch.func``."""
+
+    loss: Tensor
+    gradients: dict[str, Any]
+    metrics: tuple[Any, ...]
+
+
+def reference(chain: Chain, parameters: dict[str, Any], batches: Sequence[Any]) -> Reference:
+    """The sum over microbatches, in their order."""
+    total: Any = None
+    metrics = []
+    for batch in batches:
+        part = torch.func.grad_and_value(lambda p, b=batch: run_chain(chain, p, b).loss)(parameters)
+        total = part if total is None else pytree.tree_map(torch.add, total, part)
+        metrics.append(run_chain(chain, parameters, batch).metrics)
+    return Reference(total[1], total[0], tuple(metrics))
+
+
+def check_equal(found: Any, expected: Reference, exact: bool = True) -> None:
+    """Bit for bit, but for the tied leaf of several microbatches, whose summands are added in another order."""
+    assert torch.equal(found.loss, expected.loss)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for layer, tree in expected.gradients.items():
+        for key, leaf in tree.items():
+            ours = found.gradients[layer][key]
+            if exact and (layer != "table" or len(expected.metrics) == 1):
+                assert torch.equal(ours, leaf), (layer, key)
+            else:
+                torch.testing.assert_close(ours, leaf, rtol=1e-6, atol=1e-6)
+    for ours, theirs in zip(pytree.tree_leaves(found.metrics), pytree.tree_leaves(expected.metrics), strict=True):
+        assert ours is theirs or torch.equal(ours, theirs)
+
+
+class RingStore:
+    """A store of numbered buffers: a gather arrives when somebody asks, what was released is NaN.
+
+    On one process, where reducing is adding up.
+    """
+
+    def __init__(self, parameters: dict[str, Any], gathered: Collection[str], buffers: Mapping[int, int]) -> None:
+        self.parameters_of, self.gathered = parameters, gathered
+        self.resident = ResidentStore({layer: tree for layer, tree in parameters.items() if layer not in gathered})
+        self.buffers = {number: torch.empty(size, dtype=torch.uint8) for number, size in buffers.items()}
+        self.held: dict[str, int] = {}
+        self.on_the_way: set[str] = set()
+        self.full: dict[str, dict[str, Tensor]] = {}
+        self.reducing: set[str] = set()
+        self.reduced: dict[str, dict[str, Tensor]] = {layer: {} for layer in gathered}
+        self.gathers = 0
+
+    def gather(self, layer: str, buffer: int) -> None:
+        assert buffer not in self.held.values()
+        assert layer not in self.held
+        self.gathers += 1
+        self.held[layer] = buffer
+        self.on_the_way.add(layer)
+
+    def views(self, layer: str) -> Any:
+        return place(self.parameters_of[layer], self.buffers[self.held[layer]])
+
+    def parameters(self, layer: str) -> Any:
+        if layer not in self.gathered:
+            return self.resident.parameters(layer)
+        views = self.views(layer)
+        if layer in self.on_the_way:
+            self.on_the_way.discard(layer)
+            for view, leaf in zip(
+                pytree.tree_leaves(views), pytree.tree_leaves(self.parameters_of[layer]), strict=True
+            ):
+                view.data.copy_(leaf)  # a graph may refer to the buffer: its version stays
+        return views
+
+    def release(self, layer: str) -> None:
+        self.buffers[self.held.pop(layer)].data.fill_(0xFF)
+        self.on_the_way.discard(layer)
+
+    def add_gradient(self, layer: str, gradient: Mapping[str, Tensor]) -> None:
+        if layer not in self.gathered:
+            self.resident.add_gradient(layer, gradient)
+        else:
+            assert layer not in self.reducing
+            add_leaves(self.full.setdefault(layer, {}), gradient)
+
+    def reduce(self, layer: str) -> None:
+        self.reducing.add(layer)
+
+    def drop_gradient(self, layer: str) -> None:
+        self.reducing.remove(layer)
+        full = self.full.pop(layer)
+        add_leaves(self.reduced[layer], {path: leaf.clone() for path, leaf in full.items()})
+        for leaf in full.values():
+            leaf.fill_(torch.nan)
+
+    def gradients(self) -> dict[str, Any]:
+        assert not self.held
+        assert not self.full
+        assert not self.reducing
+        found = dict(self.resident.gradients())
+        for layer, sums in self.reduced.items():
+            tree = self.parameters_of[layer]
+            leaves = [sums[path] for path in leaf_paths(tree)]
+            found[layer] = pytree.tree_unflatten(leaves, pytree.tree_structure(tree))
+        return found
 
 
 @pytest.fixture
