@@ -29,6 +29,10 @@ from ._execute import execute as execute
 from ._hardware import Hardware as Hardware
 from ._hardware import Link as Link
 from ._hardware import Tier as Tier
+from ._operators import Operator as Operator
+from ._operators import OperatorLog as OperatorLog
+from ._operators import SegmentOperators as SegmentOperators
+from ._operators import list_operators as list_operators
 from ._plan import PACES as PACES
 from ._plan import Pace as Pace
 from ._plan import Plan as Plan

@@ -102,6 +102,15 @@ class ShardedLayers:
         """Bytes of each layer's gathered parameters, for ``memory.Gathers``."""
         return {name: layer.size for name, layer in self._layers.items()}
 
+    @property
+    def plans(self) -> dict[str, LayerPlan]:
+        """How each layer travels, on this rank."""
+        return {name: layer.plan for name, layer in self._layers.items()}
+
+    def dtypes(self, layer: str) -> tuple[torch.dtype, ...]:
+        """In which the leaves of ``layer`` travel and are computed with."""
+        return self._layers[layer].dtypes
+
     def store(self, shards: Mapping[str, Tree]) -> ShardedStore:
         """A store for one step.
 
