@@ -208,7 +208,7 @@ def _state_bytes(config: MoEConfig, layout: Layout) -> int:
 
 def _optimizer_work(config: MoEConfig, layout: Layout, state: int) -> OptimizerWork:
     sizes = axis_sizes(layout.mesh)
-    declared = [leaf for leaf in pytree.tree_leaves(declare(config), is_leaf=_is_leaf)]
+    declared = pytree.tree_leaves(declare(config), is_leaf=_is_leaf)
     placed = pytree.tree_leaves(layout.placements, is_leaf=_is_placements)
     axes = pytree.tree_leaves(matrix_axes(config), is_leaf=lambda node: hasattr(node, "out_blocks"))
     leaves = [
@@ -225,7 +225,7 @@ def _optimizer_work(config: MoEConfig, layout: Layout, state: int) -> OptimizerW
         widths = [shape[leaf.axes.out]] if isinstance(blocks, int) else list(blocks)
         count = math.prod(shape) // (shape[leaf.axes.out] * shape[leaf.axes.in_])
         local += count * sum(newton_schulz_flops(width, shape[leaf.axes.in_]) for width in widths)
-    for index, where, one in plan.matrices_here:
+    for _, where, one in plan.matrices_here:
         shape = tuple(part.stop - part.start for part in where)
         local += newton_schulz_flops(shape[one.out], shape[one.in_])
     owned = sum(

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .kernels import Kernels, ReverseModeFunction, first_order_kernel
+from .memory import output_is_needed
 from .parallel import Exchange, ExpertParallel, axis_size, exchange, exchange_back, plan_exchange
 from .parameters import Params
 from .products import matmul, product, rows_per_shape
@@ -290,7 +291,12 @@ def _blocks(rows: Tensor, offsets: Tensor) -> Iterator[_Block]:
 
 
 def _experts(rows: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """The weighted outputs [rows, hidden], and ``rows @ gate_up`` [rows, 2 * width]."""
+    """The weighted outputs [rows, hidden], and ``rows @ gate_up`` [rows, 2 * width].
+
+    In a replay for the graph alone the outputs are memory that nothing was written to: the backward needs ``inner``.
+    """
+    if not output_is_needed():
+        return rows.new_empty(len(rows), down.shape[-1]), _first_product(rows, gate_up, offsets)
     if not _one_by_one(rows):
         inner = _matmul(rows, gate_up, offsets)
         return _matmul(_weighted_swiglu(inner, weights)[0], down, offsets), inner
@@ -301,6 +307,15 @@ def _experts(rows: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, offse
         hidden = _weighted_swiglu(part, weights[block.around])[0]
         out[block.rows] = product(hidden, down[block.expert])[block.own]
     return out, inner
+
+
+def _first_product(rows: Tensor, gate_up: Tensor, offsets: Tensor) -> Tensor:
+    if not _one_by_one(rows):
+        return _matmul(rows, gate_up, offsets)
+    inner = rows.new_empty(len(rows), gate_up.shape[-1])
+    for block in _blocks(rows, offsets):
+        inner[block.rows] = product(rows[block.around], gate_up[block.expert])[block.own]
+    return inner
 
 
 def _experts_gradient(

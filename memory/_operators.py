@@ -37,6 +37,8 @@ class SegmentOperators:
 
     forward: Mapping[tuple[str, ...], tuple[Operator, ...]]
     backward: Mapping[tuple[str, ...], tuple[Operator, ...]]
+    without_output: Mapping[tuple[str, ...], tuple[Operator, ...]]
+    """Of replays for the graph alone."""
 
 
 class OperatorLog(TorchDispatchMode):
@@ -121,9 +123,12 @@ def _list_of_segment(
 ) -> tuple[SegmentOperators, Tensor | None]:
     first = run_segment(segment, parameters, x, context, {})
     cotangent = None if first.output is None else torch.ones_like(first.output)
-    forward, backward = {}, {}
+    forward, backward, without_output = {}, {}, {}
     for given in variants_of(segment):
         handed = {name: first.residuals[name] for name in given}
+        with OperatorLog() as log:
+            record_segment(segment, parameters, x, context, handed, output_needed=False)
+        without_output[given] = tuple(log.operators)
         with OperatorLog() as log:
             tape = record_segment(segment, parameters, x, context, handed).tape
         forward[given] = tuple(log.operators)
@@ -131,4 +136,4 @@ def _list_of_segment(
             run_backward(tape, cotangent)
         backward[given] = tuple(log.operators)
         del tape
-    return SegmentOperators(forward, backward), first.output
+    return SegmentOperators(forward, backward, without_output), first.output

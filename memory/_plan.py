@@ -359,7 +359,12 @@ class _Search:
         schedule = problem.schedule(recipes, pace)
         self.work += len(schedule)
         reports = verify(schedule, problem.chain, problem.sizes)
-        times = run_times(schedule, problem.chain, problem.costs.of(schedule, problem.sizes))
+        times = run_times(
+            schedule,
+            problem.chain,
+            problem.costs.of(schedule, problem.sizes),
+            one_link=problem.costs.one_link,
+        )
         excess = {
             tier: max(0, report.peak - problem.budgets.get(tier, report.peak)) for tier, report in reports.items()
         }
