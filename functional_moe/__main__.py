@@ -20,6 +20,7 @@ from typing import Annotated
 import tyro
 
 from .commands.info import InfoSettings, info
+from .commands.plan import PlanSettings, plan
 from .commands.sample import SampleSettings, sample
 from .commands.settings import SettingsError, TrainSettings, read_settings
 from .commands.tokenize import TokenizeSettings, tokenize
@@ -43,7 +44,7 @@ def _train_defaults(arguments: Sequence[str]) -> TrainSettings:
     return TrainSettings(preset=given.preset, model=preset(given.preset))
 
 
-def _parse(arguments: Sequence[str]) -> TrainSettings | SampleSettings | InfoSettings | TokenizeSettings:
+def _parse(arguments: Sequence[str]) -> TrainSettings | SampleSettings | InfoSettings | TokenizeSettings | PlanSettings:
     try:
         defaults = _train_defaults(arguments) if arguments[:1] == ["train"] else TrainSettings()
     except StateError:
@@ -57,7 +58,8 @@ def _parse(arguments: Sequence[str]) -> TrainSettings | SampleSettings | InfoSet
                 Annotated[TrainSettings, tyro.conf.subcommand("train", default=defaults)]
                 | Annotated[SampleSettings, tyro.conf.subcommand("sample")]
                 | Annotated[InfoSettings, tyro.conf.subcommand("info")]
-                | Annotated[TokenizeSettings, tyro.conf.subcommand("tokenize")],
+                | Annotated[TokenizeSettings, tyro.conf.subcommand("tokenize")]
+                | Annotated[PlanSettings, tyro.conf.subcommand("plan")],
                 prog="functional-moe",
                 description="Mixture-of-Experts training as pure functions.",
                 args=list(arguments),
@@ -94,6 +96,8 @@ def run(arguments: Sequence[str]) -> int:
         return sample(settings)
     if isinstance(settings, InfoSettings):
         return info(settings)
+    if isinstance(settings, PlanSettings):
+        return plan(settings)
     return tokenize(settings)
 
 

@@ -22,6 +22,7 @@ from ._costs import make_costs as make_costs
 from ._costs import measure_seconds as measure_seconds
 from ._draw import draw as draw
 from ._draw import explain as explain
+from ._draw import in_bytes as in_bytes
 from ._draw import trace_events as trace_events
 from ._draw import write_trace as write_trace
 from ._execute import Execution as Execution

@@ -47,7 +47,16 @@ MEMORY_TOLERANCE, TIME_TOLERANCE = 1.03, 1.2
 
 
 class PlanError(ValueError):
-    """No schedule fits the budgets."""
+    """No schedule fits the budgets.
+
+    Attributes:
+      tier: which is too small.
+      missing: bytes that it lacks for the smallest schedule found.
+    """
+
+    def __init__(self, message: str, tier: str, missing: int) -> None:
+        super().__init__(message)
+        self.tier, self.missing = tier, missing
 
 
 class Plan(NamedTuple):
@@ -324,7 +333,9 @@ class _Search:
                 listed = ", ".join(f"{name}: {size:,}" for name, size in contents.items())
                 raise PlanError(
                     f"the budget of {tier} is {self.problem.budgets[tier]:,} bytes; what is there all the time takes "
-                    f"{sum(contents.values()):,} ({listed})"
+                    f"{sum(contents.values()):,} ({listed})",
+                    tier,
+                    -left,
                 )
 
     def _fitting(self) -> list[_Trial]:
@@ -512,7 +523,9 @@ class _Search:
             f"no schedule fits {self.problem.budgets[HBM]:,} bytes of {HBM}"
             + (f" and {further}" if further else "")
             + f": the smallest budget found that works is {report.peak:,}, reached at {where} by {listed}"
-            + (f" and {more} smaller" if more > 0 else "")
+            + (f" and {more} smaller" if more > 0 else ""),
+            HBM,
+            report.peak - self.problem.budgets[HBM],
         )
 
 
