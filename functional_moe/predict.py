@@ -10,13 +10,28 @@ tokens run where the code runs them, in the middle of computing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from .dry_run import DryRun, Message
 from .flops import train_flops_per_token
 from .machine import Machine, MachineError
-from .memory import HBM, HOST, Costs, Gathers, Link, Operator, Order, Plan, Recipe, SegmentSeconds, Sizes, plan
+from .memory import (
+    HBM,
+    HOST,
+    Backward,
+    Costs,
+    Forward,
+    Gathers,
+    Link,
+    Operator,
+    Order,
+    Plan,
+    Recipe,
+    SegmentSeconds,
+    Sizes,
+    plan,
+)
 
 WireDtype: TypeAlias = Literal["float32", "bfloat16", "float8"]
 ITEMSIZE: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float8": 1}
@@ -114,7 +129,7 @@ def exchange_seconds(sent: int, mesh: Mapping[str, int], machine: Machine) -> fl
 def operator_seconds(operator: Operator, dry: DryRun, machine: Machine, choice: Choice) -> float:
     """Seconds of one operator."""
     if operator.name.startswith("c10d."):
-        return 0.0 if choice.exchange_hidden else exchange_seconds(operator.sent, dry.mesh, machine)
+        return exchange_seconds(operator.sent, dry.mesh, machine)
     moving = operator.moved / machine.tiers[HBM].bandwidth
     step_rate = machine.rate(str(dry.config.dtype).removeprefix("torch."))
     if not operator.flops:
@@ -123,6 +138,35 @@ def operator_seconds(operator: Operator, dry: DryRun, machine: Machine, choice: 
     rate = machine.rate(choice.router_dtype if dtype == "float32" else dtype)
     arithmetic = operator.flops / rate.sustained
     return arithmetic if step_rate.whole_steps else max(arithmetic, moving)
+
+
+class RunSeconds(NamedTuple):
+    """One run of a segment."""
+
+    computing: float
+    exchange: float  # what is not hidden of it
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.computing + self.exchange
+
+
+def run_seconds(operators: Sequence[Operator], dry: DryRun, machine: Machine, choice: Choice) -> RunSeconds:
+    """Seconds of a run. Hidden, an exchange costs what it takes longer than the run's own computing.
+
+    One that leaves the node is never hidden: the link it needs is the gathers'.
+    """
+    computing = exchange = 0.0
+    for one in operators:
+        seconds = operator_seconds(one, dry, machine, choice)
+        if one.name.startswith("c10d."):
+            exchange += seconds
+        else:
+            computing += seconds
+    if choice.exchange_hidden and ranks_of_node(("ep",), dry.mesh, machine) == dry.mesh["ep"]:
+        exchange = max(0.0, exchange - computing)
+    return RunSeconds(computing, exchange)
 
 
 def step_costs(dry: DryRun, machine: Machine, choice: Choice) -> Costs:
@@ -134,7 +178,7 @@ def step_costs(dry: DryRun, machine: Machine, choice: Choice) -> Costs:
             found = dry.operators[segment.name]
 
             def seconds(some: tuple[Operator, ...]) -> float:
-                return sum(operator_seconds(one, dry, machine, choice) for one in some)
+                return run_seconds(some, dry, machine, choice).total
 
             kinds[segment.kind] = SegmentSeconds(
                 {given: seconds(some) for given, some in found.forward.items()},
@@ -199,7 +243,13 @@ def optimizer_seconds(dry: DryRun, machine: Machine, choice: Choice) -> Optimize
 
 
 def predict(
-    dry: DryRun, machine: Machine, choice: Choice, budgets: Mapping[str, int] | None = None, *, effort: int = 40_000
+    dry: DryRun,
+    machine: Machine,
+    choice: Choice,
+    budgets: Mapping[str, int] | None = None,
+    *,
+    recipes: Mapping[str, Sequence[Recipe]] | None = None,
+    effort: int = 40_000,
 ) -> Prediction:
     """Plans, verifies and simulates the step.
 
@@ -208,6 +258,7 @@ def predict(
       machine: where.
       choice: all but the recipes, which are planned.
       budgets: bytes of each tier; by default all that the machine has.
+      recipes: what segments may take, by kind; by default :func:`candidates`.
       effort: see ``memory.plan``.
 
     Raises:
@@ -224,7 +275,7 @@ def predict(
         microbatches=choice.microbatches,
         order=choice.order,
         gathers=gathers_of(dry, choice),
-        recipes=candidates(dry),
+        recipes=candidates(dry) if recipes is None else recipes,
         effort=effort,
     )
     return summarise(dry, machine, choice, found, costs)
@@ -266,8 +317,6 @@ def candidates(dry: DryRun) -> dict[str, list[Recipe]]:
 
 def summarise(dry: DryRun, machine: Machine, choice: Choice, found: Plan, costs: Costs) -> Prediction:
     """What a plan means in tokens per second."""
-    from .memory import Backward, Forward
-
     optimizer = optimizer_seconds(dry, machine, choice)
     seconds = found.timeline.seconds + optimizer.total
     tokens = dry.tokens * choice.microbatches
@@ -286,9 +335,7 @@ def summarise(dry: DryRun, machine: Machine, choice: Choice, found: Plan, costs:
         else:
             continue
         computed += sum(operator.flops for operator in some)
-        exchanged += sum(
-            operator_seconds(operator, dry, machine, choice) for operator in some if operator.name.startswith("c10d.")
-        )
+        exchanged += run_seconds(some, dry, machine, choice).exchange
     peak = machine.rate(str(dry.config.dtype).removeprefix("torch.")).peak
     model = train_flops_per_token(dry.config, dry.seq_len) * tokens
     busy = found.timeline.busy

@@ -10,7 +10,7 @@ from .machine import Machine, MachineError
 from .memory import HBM, PlanError
 from .predict import Choice, Prediction, predict
 
-EFFORT = 6_000
+EFFORT = 3_000
 """Instructions to go through for each choice; see ``memory.plan``."""
 
 
@@ -117,10 +117,9 @@ def _neighbours(best: tuple[int, Choice], runs: Mapping[int, DryRun], machine: M
     changed += [choice._replace(exchange_hidden=hidden) for hidden in (True, False)]
     changed += [choice._replace(router_dtype=dtype) for dtype in ("float32", "tfloat32")]
     changed += [choice._replace(microbatches=1, order="depth_first")]
-    changed += [choice._replace(microbatches=2, order=order) for order in ("layer_major", "depth_first")]
-    changed += [choice._replace(microbatches=4, order="layer_major")]
-    changed += [choice._replace(prefetch=number) for number in (0, 1, 2)]
-    changed += [choice._replace(settle=number) for number in (1, 4, 8)]
+    changed += [choice._replace(microbatches=2, order="layer_major")]
+    changed += [choice._replace(prefetch=number) for number in (1, 2)]
+    changed += [choice._replace(settle=number) for number in (1, 4)]
     changed += [choice._replace(state_in=tier) for tier in machine.tiers]
     fp8 = "float8" in machine.products
     allowed = [one for one in changed if fp8 or "float8" not in (one.gather_dtype, one.reduce_dtype)]

@@ -210,7 +210,8 @@ def report(name: str, dry: DryRun, machine: Machine, prediction: Prediction, bud
     timeline, work, busy = prediction.plan.timeline, dry.optimizer, prediction.plan.timeline.busy
     mesh = " x ".join(f"{axis} {size}" for axis, size in dry.mesh.items())
     lines = [
-        f"{name}: {dry.config.num_params / 1e9:.1f} billion parameters, {dry.config.num_active_params / 1e9:.1f} active",
+        f"{name}: {dry.config.num_params / 1e9:.1f} billion parameters, "
+        f"{dry.config.num_active_params / 1e9:.1f} active",
         f"{machine.name}: {dry.ranks} devices, {mesh}; {prediction.tokens:,} tokens per device and step",
         "",
         f"parameters     {work.parameters / 1e9:.2f} billion per rank; gathered, a layer takes "
