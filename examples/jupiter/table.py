@@ -133,7 +133,9 @@ def ablations(runs: Runs) -> list[Row]:
     on_host = predict(
         runs.full, machine, ONE_AFTER_THE_OTHER._replace(optimizer_on="host"), recipes=recompute("recompute")
     )
-    half = predict(runs.half, machine, ONE_AFTER_THE_OTHER, recipes=recompute("recompute"))
+    half = predict(runs.half, machine, ONE_AFTER_THE_OTHER, recipes=recompute("recompute", "keep"))
+    unlimited = dict.fromkeys(machine.tiers, 10**13)
+    kept = predict(runs.half, machine, BESIDE, unlimited, recipes=recompute("recompute", "keep"))
     beside = predict(runs.half, machine, BESIDE, recipes=recompute("offload"))
     return [
         Row(
@@ -156,22 +158,29 @@ def ablations(runs: Runs) -> list[Row]:
             370,
             half.tokens_per_second,
             "tokens/s",
-            "computing and the network one after the other",
+            f"computing and the network one after the other: {half.peaks[HBM] / 1e9:.1f} GB of HBM",
+        ),
+        Row(
+            "  HBM to have the network beside it, boundaries kept",
+            None,
+            kept.peaks[HBM] / 1e9,
+            "GB",
+            "more than the 96 there are",
         ),
         Row(
             "32,768: checkpoints in Grace",
             508,
             beside.tokens_per_second,
             "tokens/s",
-            "the network alone, computing beside it: what offload bought is the HBM that this needs",
+            f"the network alone, computing beside it, in {beside.peaks[HBM] / 1e9:.1f} GB: that is what offload bought",
         ),
     ]
 
 
-def final(runs: Runs) -> list[Row]:
+def final(runs: Runs, effort: int = 40_000) -> list[Row]:
     """What 1300 tokens/s need."""
-    machine, full = runs.machine, runs.full
-    network = predict(full, machine, Choice()).network
+    full, found = runs.full, changes(runs, effort)
+    network = next(iter(found.values())).network
     rows = [
         Row(
             "1300: ceiling of two bf16 gathers and a bf16 reduction per 65,536 tokens",
@@ -181,26 +190,28 @@ def final(runs: Runs) -> list[Row]:
             f"{network:.1f} s on the link even if computing took no time: cannot reach it",
         )
     ]
-    for what, one in changes(runs).items():
+    for what, one in found.items():
         rows.append(Row(what, 1300, one.tokens_per_second, "tokens/s", f"step {one.seconds:.1f} s, {_limits(one)}"))
     return rows
 
 
-def changes(runs: Runs) -> dict[str, Prediction]:
+def changes(runs: Runs, effort: int = 40_000) -> dict[str, Prediction]:
     """What could be changed, one after the other."""
-    machine, full = runs.machine, runs.full
+    machine = runs.machine
+
+    def of(choice: Choice, budgets: dict[str, int] | None = None) -> Prediction:
+        return predict(runs.full, machine, choice, budgets, effort=effort)
+
     plain = Choice()
     more = {tier: one.bytes for tier, one in machine.tiers.items()} | {HOST: 250 * 10**9}
     two = plain._replace(microbatches=2, order="layer_major")
     return {
-        "as the code is, planned": predict(full, machine, plain),
-        "+ two sequences per gather (layer-major)": predict(full, machine, two),
-        "  the same, were Grace 250 GB": predict(full, machine, two, more),
-        "+ fp8 gathers, one sequence": predict(full, machine, plain._replace(gather_dtype="float8")),
-        "+ and tokens exchanged beside products": predict(
-            full, machine, plain._replace(gather_dtype="float8", exchange_hidden=True)
-        ),
-        "+ and the router on tensor cores: the schedule found": predict(full, machine, FASTEST),
+        "as the code is, planned": of(plain),
+        "+ two sequences per gather (layer-major)": of(two),
+        "  the same, were Grace 250 GB": of(two, more),
+        "+ fp8 gathers, one sequence": of(plain._replace(gather_dtype="float8")),
+        "+ and tokens exchanged beside products": of(plain._replace(gather_dtype="float8", exchange_hidden=True)),
+        "+ and the router on tensor cores: the schedule found": of(FASTEST),
     }
 
 
