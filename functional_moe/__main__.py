@@ -19,6 +19,7 @@ from typing import Annotated
 
 import tyro
 
+from .commands.calibrate import CalibrateSettings, calibrate
 from .commands.info import InfoSettings, info
 from .commands.plan import PlanSettings, plan
 from .commands.sample import SampleSettings, sample
@@ -44,7 +45,9 @@ def _train_defaults(arguments: Sequence[str]) -> TrainSettings:
     return TrainSettings(preset=given.preset, model=preset(given.preset))
 
 
-def _parse(arguments: Sequence[str]) -> TrainSettings | SampleSettings | InfoSettings | TokenizeSettings | PlanSettings:
+def _parse(
+    arguments: Sequence[str],
+) -> TrainSettings | SampleSettings | InfoSettings | TokenizeSettings | PlanSettings | CalibrateSettings:
     try:
         defaults = _train_defaults(arguments) if arguments[:1] == ["train"] else TrainSettings()
     except StateError:
@@ -59,7 +62,8 @@ def _parse(arguments: Sequence[str]) -> TrainSettings | SampleSettings | InfoSet
                 | Annotated[SampleSettings, tyro.conf.subcommand("sample")]
                 | Annotated[InfoSettings, tyro.conf.subcommand("info")]
                 | Annotated[TokenizeSettings, tyro.conf.subcommand("tokenize")]
-                | Annotated[PlanSettings, tyro.conf.subcommand("plan")],
+                | Annotated[PlanSettings, tyro.conf.subcommand("plan")]
+                | Annotated[CalibrateSettings, tyro.conf.subcommand("calibrate")],
                 prog="functional-moe",
                 description="Mixture-of-Experts training as pure functions.",
                 args=list(arguments),
@@ -98,6 +102,8 @@ def run(arguments: Sequence[str]) -> int:
         return info(settings)
     if isinstance(settings, PlanSettings):
         return plan(settings)
+    if isinstance(settings, CalibrateSettings):
+        return calibrate(settings)
     return tokenize(settings)
 
 
