@@ -211,6 +211,9 @@ def changes(runs: Runs, effort: int = 40_000) -> dict[str, Prediction]:
         "  the same, were Grace 250 GB": of(two, more),
         "+ fp8 gathers, one sequence": of(plain._replace(gather_dtype="float8")),
         "+ and tokens exchanged beside products": of(plain._replace(gather_dtype="float8", exchange_hidden=True)),
+        "bf16 messages instead, two sequences per gather, were Grace 250 GB": of(
+            FASTEST._replace(gather_dtype="bfloat16", microbatches=2, order="layer_major"), more
+        ),
         "+ and the router on tensor cores: the schedule found": of(FASTEST),
     }
 
