@@ -83,7 +83,7 @@ def test_the_readme_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_readmes_commands_exist() -> None:
     commands = set(re.findall(r"^functional-moe (\w+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE))
-    assert commands == {"train", "sample", "tokenize", "info"}
+    assert commands == {"train", "sample", "tokenize", "info", "import", "export", "plan"}
     for script in re.findall(r"python ((?:benchmarks|examples)/\w+\.py)", (ROOT / "README.md").read_text()):
         assert (ROOT / script).exists()
 
