@@ -255,7 +255,8 @@ def _grouped(contents: tuple[tuple[str, int], ...]) -> list[tuple[str, int]]:
         key = words[0] if len(words) == 2 and not what.startswith("working") else what
         if len(words) == 2 and not what.startswith("working") and "." in words[1]:
             key += f" of {words[1].split('.', 1)[1].split(' ')[0]}"
-        found.setdefault(key, []).append(size)
+        if size:
+            found.setdefault(key, []).append(size)
     out = [(f"{key} x {len(some)}" if len(some) > 1 else key, sum(some)) for key, some in found.items()]
     return sorted(out, key=lambda item: -item[1])
 
