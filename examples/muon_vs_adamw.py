@@ -11,8 +11,8 @@ import dataclasses
 from pathlib import Path
 
 from functional_moe import init, init_state, make_train_step, preset
-from functional_moe.commands.train import evaluate
 from functional_moe.data import Data, batch_at, load, windows_for_eval
+from functional_moe.evaluate import make_evaluate
 from functional_moe.optimizers import OptimizerSettings, make_optimizer
 
 BATCH_SIZE, SEQ_LEN = 16, 256
@@ -26,13 +26,14 @@ def held_out_curve(settings: OptimizerSettings, steps: int, data: Data, evaluate
     config = preset("tiny")
     optimizer = make_optimizer(config, settings, steps)
     step = make_train_step(config, optimizer)
+    evaluate = make_evaluate(config)
     state = init_state(init(config, seed=0), optimizer, config)
     windows = list(windows_for_eval(data.held_out, 128, seq_len=SEQ_LEN, batch_size=BATCH_SIZE))
     curve = []
     for number in range(steps):
         state, _ = step(state, batch_at(data.train, number, batch_size=BATCH_SIZE, seq_len=SEQ_LEN, seed=0))
         if (number + 1) % evaluate_every == 0 or number + 1 == steps:
-            curve.append((number + 1, evaluate(state, windows, config)))
+            curve.append((number + 1, evaluate(state, windows)))
     return curve
 
 

@@ -20,14 +20,16 @@ from typing import Annotated
 import tyro
 
 from .commands.calibrate import CalibrateSettings, calibrate
+from .commands.exchange import ExportSettings, ImportSettings, export_model, import_model
 from .commands.info import InfoSettings, info
 from .commands.plan import PlanSettings, plan
+from .commands.rank import run_as_rank
 from .commands.sample import SampleSettings, sample
-from .commands.settings import SettingsError, TrainSettings, read_settings
+from .commands.settings import USER_ERRORS, DataSettings, SettingsError, TrainSettings, read_settings
 from .commands.tokenize import TokenizeSettings, tokenize
 from .commands.train import SETTINGS_FILE, train
 from .config import preset
-from .data import DataError
+from .parallel import launched
 from .state_file import StateError
 
 
@@ -35,22 +37,41 @@ def _train_defaults(arguments: Sequence[str]) -> TrainSettings:
     """What the flags of ``train`` change: the settings of the run that is resumed, or the preset's."""
     # Only what decides the defaults is looked for; what is missing or wrong is left to the real parser.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset", default="tiny", nargs="?", const="tiny")
+    parser.add_argument("--preset", nargs="?")
     parser.add_argument("--out", type=Path, nargs="?")
+    parser.add_argument("--init-from", type=Path, nargs="?")
     parser.add_argument("--resume", action="store_true")
     given, _ = parser.parse_known_args(arguments)
     if given.resume and given.out is not None:
         stored = read_settings(given.out / SETTINGS_FILE)
         return dataclasses.replace(stored, out=given.out, stop_after=None)
-    return TrainSettings(preset=given.preset, model=preset(given.preset))
+    if given.init_from is not None:
+        if given.preset is not None:
+            raise SettingsError(f"--preset {given.preset}: --init-from {given.init_from} says which model it is")
+        start = read_settings(given.init_from / SETTINGS_FILE)
+        tokenizer = DataSettings(tokenizer=start.data.tokenizer, separator_token=start.data.separator_token)
+        seq_len = min(TrainSettings.seq_len, start.model.max_position_embeddings)
+        return TrainSettings(preset=start.preset, model=start.model, data=tokenizer, seq_len=seq_len)
+    name = given.preset or "tiny"
+    return TrainSettings(preset=name, model=preset(name))
 
 
-def _parse(
-    arguments: Sequence[str],
-) -> TrainSettings | SampleSettings | InfoSettings | TokenizeSettings | PlanSettings | CalibrateSettings:
+Settings = (
+    TrainSettings
+    | SampleSettings
+    | InfoSettings
+    | TokenizeSettings
+    | ImportSettings
+    | ExportSettings
+    | PlanSettings
+    | CalibrateSettings
+)
+
+
+def _parse(arguments: Sequence[str]) -> Settings:
     try:
         defaults = _train_defaults(arguments) if arguments[:1] == ["train"] else TrainSettings()
-    except StateError:
+    except (StateError, SettingsError):
         raise
     except ValueError as error:  # an unknown preset
         raise SettingsError(str(error)) from error
@@ -62,6 +83,8 @@ def _parse(
                 | Annotated[SampleSettings, tyro.conf.subcommand("sample")]
                 | Annotated[InfoSettings, tyro.conf.subcommand("info")]
                 | Annotated[TokenizeSettings, tyro.conf.subcommand("tokenize")]
+                | Annotated[ImportSettings, tyro.conf.subcommand("import")]
+                | Annotated[ExportSettings, tyro.conf.subcommand("export")]
                 | Annotated[PlanSettings, tyro.conf.subcommand("plan")]
                 | Annotated[CalibrateSettings, tyro.conf.subcommand("calibrate")],
                 prog="functional-moe",
@@ -91,7 +114,7 @@ def run(arguments: Sequence[str]) -> int:
     """Parses ``arguments`` and runs their command.
 
     Raises:
-      SettingsError, DataError, StateError: whatever the user can mend.
+      SettingsError, DataError, StateError, CheckpointError, HFError: whatever the user can mend.
     """
     settings = _parse(arguments)
     if isinstance(settings, TrainSettings):
@@ -100,6 +123,10 @@ def run(arguments: Sequence[str]) -> int:
         return sample(settings)
     if isinstance(settings, InfoSettings):
         return info(settings)
+    if isinstance(settings, ImportSettings):
+        return import_model(settings)
+    if isinstance(settings, ExportSettings):
+        return export_model(settings)
     if isinstance(settings, PlanSettings):
         return plan(settings)
     if isinstance(settings, CalibrateSettings):
@@ -109,9 +136,11 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """The entry point of the ``functional-moe`` command."""
+    if launched() is not None:
+        run_as_rank(lambda: _parse(sys.argv[1:]))
     try:
         status = run(sys.argv[1:])
-    except (SettingsError, DataError, StateError) as error:
+    except USER_ERRORS as error:
         print(f"functional-moe: {error}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:

@@ -138,9 +138,15 @@ def project(
     queries, keys = config.num_attention_heads, config.num_key_value_heads
     heads = rearrange(y, "batch seq (heads dim) -> batch seq heads dim", dim=config.attention_head_dim)
     to_rotate, v = heads.split([queries + keys, keys], dim=2)
-    if config.use_qk_norm:
+    if config.qk_norm_over_heads:
+        parts = zip(to_rotate.split([queries, keys], dim=2), (params["q_norm"], params["k_norm"]), strict=True)
+        normed = [rms_norm(x.flatten(2), scale, config.rms_norm_eps, kernels) for x, scale in parts]
+        to_rotate = torch.cat(normed, dim=-1).unflatten(-1, (queries + keys, -1))
+    elif config.use_qk_norm:
         scale = torch.cat([params["q_norm"].expand(queries, -1), params["k_norm"].expand(keys, -1)])
         to_rotate = rms_norm(to_rotate, scale, config.rms_norm_eps, kernels)
+    if config.clip_qkv is not None:
+        to_rotate, v = (part.clamp(-config.clip_qkv, config.clip_qkv) for part in (to_rotate, v))
     q, k = rotate(to_rotate, cos, sin, kernels).split([queries, keys], dim=2)
     return Projected(*(rearrange(part, "batch seq heads dim -> batch heads seq dim") for part in (q, k, v)))
 
@@ -442,6 +448,17 @@ class AttentionHalf(NamedTuple):
     core: AttentionCore | None  # a residual: a replay takes it back and runs no attention forward
 
 
+def project_back(
+    params: Params, attended: Tensor, config: MoEConfig, kernels: Kernels = "fused", needed: bool = True
+) -> Tensor:
+    """The output projection of ``attended``: [batch, seq, heads * head_dim] to [batch, seq, hidden].
+
+    ``needed`` as in ``matmul``.
+    """
+    out = matmul(attended, params["o"], kernels, needed)
+    return out + params["o_bias"].to(out.dtype) if config.attention_output_bias else out
+
+
 def attention_half(
     params: Params,
     x: Tensor,
@@ -449,6 +466,7 @@ def attention_half(
     config: MoEConfig,
     kernels: Kernels = "fused",
     core: AttentionCore | None = None,
+    needed: bool = True,
 ) -> AttentionHalf:
     """The segment ``x + attention(norm(x))`` of one layer.
 
@@ -463,4 +481,4 @@ def attention_half(
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps, kernels)
     projected = project(params["attention"], normed, positions.cos, positions.sin, config, kernels)
     out, core = attend(projected, positions.starts, kernels, core)
-    return AttentionHalf(x + matmul(out, params["attention"]["o"], kernels), core)
+    return AttentionHalf(x + project_back(params["attention"], out, config, kernels, needed), core)

@@ -17,7 +17,7 @@ from .attention import Positions, attention_half, make_positions
 from .config import MoEConfig
 from .cross_entropy import summed_cross_entropy
 from .kernels import Kernels, check_kernels
-from .memory import Chain, Result, Segment, run_chain
+from .memory import Chain, Result, Segment, output_is_needed, run_chain
 from .model import (
     Batch,
     Metrics,
@@ -119,7 +119,9 @@ def _embed(config: MoEConfig) -> Any:
 
 def _attention(config: MoEConfig, layer: str, kernels: Kernels) -> Any:
     def function(parameters: Any, x: Tensor, context: Context, residuals: Any) -> Result:
-        half = attention_half(parameters[layer], x, context.positions, config, kernels, residuals.get("core"))
+        half = attention_half(
+            parameters[layer], x, context.positions, config, kernels, residuals.get("core"), output_is_needed()
+        )
         return Result(half.x, residuals={} if half.core is None else {"core": half.core})
 
     return function
@@ -127,7 +129,8 @@ def _attention(config: MoEConfig, layer: str, kernels: Kernels) -> Any:
 
 def _dense(config: MoEConfig, layer: str, kernels: Kernels) -> Any:
     def function(parameters: Any, x: Tensor, context: Context, residuals: Any) -> Result:
-        return Result(feed_forward_half(parameters[layer], None, x, context.valid, config, kernels).x)
+        half = feed_forward_half(parameters[layer], None, x, context.valid, config, kernels, needed=output_is_needed())
+        return Result(half.x)
 
     return function
 
@@ -143,6 +146,7 @@ def _experts(config: MoEConfig, layer: str, row: int, kernels: Kernels, expert_p
             kernels,
             expert_parallel,
             residuals.get("decision"),
+            output_is_needed(),
         )
         stats = half.stats
         if stats is None:

@@ -58,8 +58,14 @@ class MoEConfig:
     """Share of each head that is rotated; the rest passes unchanged."""
     use_qk_norm: bool = False
     """RMSNorm over each head of the queries and keys, before the rotation."""
+    qk_norm_over_heads: bool = False
+    """That norm runs over all heads of a token together, each entry with a scale of its own (arXiv 2409.02060)."""
+    clip_qkv: float | None = None
+    """Largest magnitude of an entry of queries, keys and values, before the rotation; ``None`` is no bound."""
     attention_bias: bool = False
     """A bias on the query, key and value projections."""
+    attention_output_bias: bool = False
+    """A bias on the attention's output projection."""
     rms_norm_eps: float = 1e-6
 
     # Routing
@@ -111,7 +117,8 @@ class MoEConfig:
             whole = field.type == "int" or (field.type == "int | None" and value is not None)
             if whole and (not isinstance(value, int) or isinstance(value, bool)):
                 self._fail(field.name, "must be an integer")
-            if field.type == "float" and not (isinstance(value, int | float) and math.isfinite(value)):
+            number = field.type == "float" or (field.type == "float | None" and value is not None)
+            if number and not (isinstance(value, int | float) and math.isfinite(value)):
                 self._fail(field.name, "must be a finite number")
             if field.type == "bool" and not isinstance(value, bool):
                 self._fail(field.name, "must be True or False")
@@ -161,6 +168,10 @@ class MoEConfig:
             self._fail("head_dim", "must be at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             self._fail("num_key_value_heads", f"must divide num_attention_heads ({self.num_attention_heads})")
+        if self.qk_norm_over_heads and not self.use_qk_norm:
+            self._fail("qk_norm_over_heads", "there is no norm of queries and keys (use_qk_norm = False)")
+        if self.clip_qkv is not None and self.clip_qkv <= 0:
+            self._fail("clip_qkv", "must be positive; None is no bound")
         if not 0 < self.partial_rotary_factor <= 1:
             self._fail("partial_rotary_factor", "must lie in (0, 1]")
         if self.rotary_dim < 2 or self.rotary_dim % 2:

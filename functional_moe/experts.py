@@ -21,7 +21,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .kernels import Kernels, ReverseModeFunction, first_order_kernel
-from .memory import output_is_needed
 from .parallel import Exchange, ExpertParallel, axis_size, exchange, exchange_back, plan_exchange
 from .parameters import Params
 from .products import matmul, product, rows_per_shape
@@ -273,9 +272,9 @@ def swiglu(gate_up: Tensor, kernels: Kernels = "fused") -> Tensor:
     return F.silu(gate) * up
 
 
-def feed_forward(params: Params, x: Tensor, kernels: Kernels = "fused") -> Tensor:
-    """The dense layer ``swiglu(x @ gate_up) @ down``, for ``x``: [..., hidden]."""
-    return matmul(swiglu(matmul(x, params["gate_up"], kernels), kernels), params["down"], kernels)
+def feed_forward(params: Params, x: Tensor, kernels: Kernels = "fused", needed: bool = True) -> Tensor:
+    """The dense layer ``swiglu(x @ gate_up) @ down``, for ``x``: [..., hidden]. ``needed`` as in ``matmul``."""
+    return matmul(swiglu(matmul(x, params["gate_up"], kernels), kernels), params["down"], kernels, needed)
 
 
 def _one_by_one(x: Tensor) -> bool:
@@ -306,32 +305,24 @@ def _blocks(rows: Tensor, offsets: Tensor) -> Iterator[_Block]:
         start = end
 
 
-def _experts(rows: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """The weighted outputs [rows, hidden], and ``rows @ gate_up`` [rows, 2 * width].
-
-    In a replay for the graph alone the outputs are memory that nothing was written to: the backward needs ``inner``.
-    """
-    if not output_is_needed():
-        return rows.new_empty(len(rows), down.shape[-1]), _first_product(rows, gate_up, offsets)
+def _experts(
+    rows: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, offsets: Tensor, needed: bool
+) -> tuple[Tensor, Tensor]:
+    """The weighted outputs [rows, hidden], unfilled unless needed, and ``rows @ gate_up`` [rows, 2 * width]."""
     if not _one_by_one(rows):
         inner = _matmul(rows, gate_up, offsets)
+        if not needed:
+            return rows.new_empty(len(rows), down.shape[-1]), inner
         return _matmul(_weighted_swiglu(inner, weights)[0], down, offsets), inner
     inner, out = rows.new_empty(len(rows), gate_up.shape[-1]), rows.new_empty(len(rows), down.shape[-1])
     for block in _blocks(rows, offsets):
         part = product(rows[block.around], gate_up[block.expert])
         inner[block.rows] = part[block.own]
+        if not needed:
+            continue
         hidden = _weighted_swiglu(part, weights[block.around])[0]
         out[block.rows] = product(hidden, down[block.expert])[block.own]
     return out, inner
-
-
-def _first_product(rows: Tensor, gate_up: Tensor, offsets: Tensor) -> Tensor:
-    if not _one_by_one(rows):
-        return _matmul(rows, gate_up, offsets)
-    inner = rows.new_empty(len(rows), gate_up.shape[-1])
-    for block in _blocks(rows, offsets):
-        inner[block.rows] = product(rows[block.around], gate_up[block.expert])[block.own]
-    return inner
 
 
 def _experts_gradient(
@@ -341,6 +332,7 @@ def _experts_gradient(
     down: Tensor,
     weights: Tensor,
     offsets: Tensor,
+    needed: bool,
     inner: Tensor,
 ) -> tuple[Tensor, ...]:
     """Makes the activations again from ``inner``; the products are not repeated."""
@@ -397,6 +389,7 @@ def routed_experts(
     weights: Tensor,
     kernels: Kernels = "fused",
     expert_parallel: ExpertParallel | None = None,
+    needed: bool = True,
 ) -> Tensor:
     """The weighted sum over each token's experts of their SwiGLU output.
 
@@ -412,6 +405,8 @@ def routed_experts(
       weights: ``[tokens, top_k]``.
       kernels: ``"reference"`` passes every token through every expert, with weight 0 where it was not chosen.
       expert_parallel: as it was given to ``decide``.
+      needed: when False, the fused kernels leave the result unfilled and bring no outputs home: for a replay, which
+        wants its derivative alone.
 
     Returns:
       ``[tokens, hidden]``.
@@ -433,11 +428,12 @@ def routed_experts(
     # wider tensor, and the weight's gradient is taken over the narrower one.
     if expert_parallel is None or not isinstance(plan, Exchange):
         row_weights = weights_to_rows(weights, dispatch).to(x.dtype)
-        return from_rows(_fused_experts(to_rows(x, dispatch), gate_up, down, row_weights, dispatch.offsets), dispatch)
+        rows = to_rows(x, dispatch)
+        return from_rows(_fused_experts(rows, gate_up, down, row_weights, dispatch.offsets, needed), dispatch)
     sent = _packed_rows(x, weights, dispatch.token_of_row, dispatch.row_of_choice, dispatch.choice_of_row)
     rows, row_weights = exchange(sent, plan, expert_parallel.group, (x.shape[1], 1))
-    outputs = _fused_experts(rows, gate_up, down, row_weights, plan.offsets)
-    return from_rows(exchange_back((outputs,), plan, expert_parallel.group), dispatch)
+    outputs = _fused_experts(rows, gate_up, down, row_weights, plan.offsets, needed)
+    return from_rows(exchange_back((outputs,), plan, expert_parallel.group, needed), dispatch)
 
 
 def _check_decision(

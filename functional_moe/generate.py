@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import Projected, attend, project, rotary_tables
+from .attention import Projected, attend, project, project_back, rotary_tables
 from .config import MoEConfig
 from .model import embed, feed_forward_half, head_norm, head_weight
 from .norm import rms_norm
 from .parameters import Params
-from .products import matmul
 
 
 class Cache(NamedTuple):
@@ -59,7 +58,7 @@ def next_logits(params: Params, balance: Tensor, tokens: Tensor, cache: Cache, p
         cache.keys[index][:, :, past:end] = k
         cache.values[index][:, :, past:end] = v
         seen = Projected(q, cache.keys[index][:, :, :end], cache.values[index][:, :, :end])
-        x = x + matmul(attend(seen, None).out, layer["attention"]["o"])
+        x = x + project_back(layer["attention"], attend(seen, None).out, config)
         bias = balance[index - config.first_k_dense_replace] if config.is_moe_layer(index) else None
         x = feed_forward_half(layer, bias, x, valid, config).x
     last = head_norm(params, x[:, -1:], config)[:, 0]

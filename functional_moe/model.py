@@ -121,6 +121,7 @@ def feed_forward_half(
     kernels: Kernels = "fused",
     expert_parallel: ExpertParallel | None = None,
     decision: Decision | None = None,
+    needed: bool = True,
 ) -> FeedForwardHalf:
     """The segment ``x + experts(norm(x))`` of one layer, or its dense form.
 
@@ -133,17 +134,19 @@ def feed_forward_half(
       kernels: see ``kernels``.
       expert_parallel: how the experts are spread over ranks; ``None`` where all are here.
       decision: what an earlier call decided of the same tokens: it is followed, and returned again.
+      needed: whether the values of ``x`` are; a replay for their derivative alone does without the last products.
     """
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps, kernels)
     if bias is None:
-        return FeedForwardHalf(x + feed_forward(params["mlp"], normed, kernels), None, None)
+        return FeedForwardHalf(x + feed_forward(params["mlp"], normed, kernels, needed), None, None)
     tokens = normed.flatten(0, 1)
     routing = route(tokens, params["router"], bias, config, kernels, None if decision is None else decision.experts)
     if decision is None:
         decision = decide(routing.experts, config.num_experts, expert_parallel)
-    out = routed_experts(params["experts"], tokens, decision, routing.weights, kernels, expert_parallel)
+    out = routed_experts(params["experts"], tokens, decision, routing.weights, kernels, expert_parallel, needed)
     if config.num_shared_experts:
-        shared = feed_forward(params["shared"], tokens, kernels)
+        # A gate's derivative wants what it is multiplied with.
+        shared = feed_forward(params["shared"], tokens, kernels, needed or config.shared_expert_gate)
         if config.shared_expert_gate:
             shared = shared * torch.sigmoid(matmul(tokens, params["shared_gate"], kernels))
         out = out + shared

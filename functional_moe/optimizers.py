@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 from . import optim
 from .config import MoEConfig
 from .optim import GradientTransformation
+from .parallel import Layout, global_norm, owner_orthogonalize
 from .parameters import labels, matrix_axes
 
 
@@ -95,8 +97,12 @@ def make_schedule(settings: OptimizerSettings, peak: float, steps: int) -> optim
     return optim.warmup_stable_decay_schedule(peak, warmup, stable, decay, init_value=first)
 
 
+# Operations that a CPU process computes while it sends a byte to another on its machine, for `owner_orthogonalize`.
+_CPU_FLOPS_PER_BYTE = 50.0
+
+
 def make_optimizer(
-    config: MoEConfig, settings: OptimizerSettings, steps: int, *, foreach: bool = True
+    config: MoEConfig, settings: OptimizerSettings, steps: int, *, layout: Layout | None = None, foreach: bool = True
 ) -> GradientTransformation:
     """Clipping by the global norm, then each leaf's optimizer by its declared label.
 
@@ -104,16 +110,26 @@ def make_optimizer(
       config: the model, whose declaration gives each leaf's label.
       settings: what to minimise with.
       steps: length of the run, which the schedules span.
+      layout: of the parameters over ranks (``model_layout``): every rank calls this, and each update, on local shards.
       foreach: see ``optim``; ``False`` inside a ``torch.func`` transform.
     """
     rest = make_schedule(settings, settings.adamw_learning_rate, steps)
     decay = settings.weight_decay
     adamw = optim.adamw(rest, b2=0.95, weight_decay=0.0, foreach=foreach)
+    norm, orthogonalize = None, optim.orthogonalize_here
+    if layout is not None:
+        norm = functools.partial(global_norm, layout=layout)
+        orthogonalize = (
+            owner_orthogonalize(layout, flops_per_byte=_CPU_FLOPS_PER_BYTE)
+            if layout.mesh.device_type == "cpu"
+            else owner_orthogonalize(layout)
+        )
     matrices = (
         optim.muon(
             make_schedule(settings, settings.muon_peak, steps),
             matrix_axes(config),
             weight_decay=decay,
+            orthogonalize=orthogonalize,
             foreach=foreach,
         )
         if settings.name == "muon"
@@ -122,4 +138,5 @@ def make_optimizer(
     tree = labels(config)
     # A model without routed layers has no router: partition refuses labels that name nothing.
     by_label = {label: matrices if label == "matrix" else adamw for label in sorted(set(pytree.tree_leaves(tree)))}
-    return optim.chain(optim.clip_by_global_norm(settings.clip_norm, foreach=foreach), optim.partition(by_label, tree))
+    clip = optim.clip_by_global_norm(settings.clip_norm, norm, foreach=foreach)
+    return optim.chain(clip, optim.partition(by_label, tree))

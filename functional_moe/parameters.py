@@ -7,7 +7,7 @@ The tree::
 
     embedding                        [vocab, hidden]
     layers.I.attention_norm          [hidden]
-    layers.I.attention.{qkv,o}       [in, out], and qkv_bias [out], q_norm, k_norm [head_dim]
+    layers.I.attention.{qkv,o}       [in, out], and qkv_bias, o_bias [out], q_norm, k_norm [head_dim], or all heads
     layers.I.mlp_norm                [hidden]
     layers.I.mlp.{gate_up,down}      [in, out]               in dense layers
     layers.I.router                  [hidden, experts]       in MoE layers, as are the rest
@@ -18,6 +18,7 @@ The tree::
 
 Weights stand as ``[in, out]`` and are applied as ``x @ weight``. Matrices that read the same input stand side by side
 in one leaf (q | k | v, gate | up), so that one product serves them; ``Leaf.blocks`` says where they part.
+Hugging Face's files hold matrices as ``[out, in]``, each block in a tensor of its own: ``Leaf.names``.
 """
 
 from __future__ import annotations
@@ -67,29 +68,52 @@ class Leaf:
     blocks: tuple[int, ...] = ()
     """Widths of the matrices that stand side by side along the last axis, when there are several."""
     dtype: torch.dtype = torch.float32
+    names: tuple[str, ...] = ()
+    """Names in Hugging Face's files: one for each block, with ``{layer}`` and ``{expert}`` to be filled in."""
+    stack_name: str = ""
+    """Name of the tensor that holds the blocks of all experts together in newer files, [experts, out, in]."""
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
             raise ValueError(f"Leaf: {len(self.axes)} axes {self.axes} for shape {self.shape}")
         if self.blocks and sum(self.blocks) != self.shape[-1]:
             raise ValueError(f"Leaf: blocks {self.blocks} do not add up to the last axis of shape {self.shape}")
+        if self.names and len(self.names) != len(self.blocks or (0,)):
+            raise ValueError(f"Leaf: {len(self.names)} names {self.names} for {len(self.blocks or (0,))} blocks")
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether Hugging Face's files hold it as ``[..., out, in]``: all but vectors and the embedding."""
+        return len(self.shape) > 1 and self.axes[0] != "vocab"
 
 
 def declare(config: MoEConfig) -> Params:
     """The declaration of every parameter of ``config``: a tree of ``Leaf``."""
     hidden, vocab = config.hidden_size, config.vocab_size
     tree: Params = {
-        "embedding": Leaf((vocab, hidden), ("vocab", "hidden"), Normal(config.initializer_range), "embedding"),
+        "embedding": Leaf(
+            (vocab, hidden),
+            ("vocab", "hidden"),
+            Normal(config.initializer_range),
+            "embedding",
+            names=("model.embed_tokens.weight",),
+        ),
         "layers": tuple(_layer(config, layer) for layer in range(config.num_hidden_layers)),
-        "final_norm": _scale(hidden, "hidden"),
+        "final_norm": _scale(hidden, "hidden", "model.norm"),
     }
     if not config.tie_word_embeddings:
-        tree["head"] = Leaf((hidden, vocab), ("hidden", "vocab"), Normal(config.initializer_range), "embedding")
+        tree["head"] = Leaf(
+            (hidden, vocab),
+            ("hidden", "vocab"),
+            Normal(config.initializer_range),
+            "embedding",
+            names=("lm_head.weight",),
+        )
     return tree
 
 
-def _scale(size: int, axis: str) -> Leaf:
-    return Leaf((size,), (axis,), Constant(1.0), "vector")
+def _scale(size: int, axis: str, name: str) -> Leaf:
+    return Leaf((size,), (axis,), Constant(1.0), "vector", names=(f"{name}.weight",))
 
 
 def _layer(config: MoEConfig, layer: int) -> Params:
@@ -100,39 +124,69 @@ def _layer(config: MoEConfig, layer: int) -> Params:
     # What is added to the residual stream starts smaller the more there is to add (GPT-2's rule).
     back = Normal(config.initializer_range / math.sqrt(2 * config.num_hidden_layers))
 
-    fused = queries + 2 * keys
+    at = "model.layers.{layer}"
+    qkv = tuple(f"{at}.self_attn.{matrix}_proj" for matrix in "qkv")
+    fused, blocks = queries + 2 * keys, (queries, keys, keys)
     attention: Params = {
-        "qkv": Leaf((hidden, fused), ("hidden", "qkv"), into, "matrix", blocks=(queries, keys, keys)),
-        "o": Leaf((queries, hidden), ("heads", "hidden"), back, "matrix"),
+        "qkv": Leaf(
+            (hidden, fused), ("hidden", "qkv"), into, "matrix", blocks, names=tuple(f"{name}.weight" for name in qkv)
+        ),
+        "o": Leaf((queries, hidden), ("heads", "hidden"), back, "matrix", names=(f"{at}.self_attn.o_proj.weight",)),
     }
     if config.attention_bias:
-        attention["qkv_bias"] = Leaf((fused,), ("qkv",), Constant(0.0), "vector")
+        names = tuple(f"{name}.bias" for name in qkv)
+        attention["qkv_bias"] = Leaf((fused,), ("qkv",), Constant(0.0), "vector", blocks, names=names)
+    if config.attention_output_bias:
+        names = (f"{at}.self_attn.o_proj.bias",)
+        attention["o_bias"] = Leaf((hidden,), ("hidden",), Constant(0.0), "vector", names=names)
     if config.use_qk_norm:
-        attention["q_norm"] = _scale(config.attention_head_dim, "head_dim")
-        attention["k_norm"] = _scale(config.attention_head_dim, "head_dim")
+        whole = config.qk_norm_over_heads
+        for matrix, size in (("q", queries), ("k", keys)):
+            attention[f"{matrix}_norm"] = _scale(
+                size if whole else config.attention_head_dim,
+                "heads" if whole else "head_dim",
+                f"{at}.self_attn.{matrix}_norm",
+            )
 
-    def feed_forward(width: int, axis: str, *stack: tuple[int, str]) -> Params:
-        sizes, names = tuple(size for size, _ in stack), tuple(name for _, name in stack)
-        shape, axes = (*sizes, hidden, 2 * width), (*names, "hidden", f"{axis}_gate_up")
+    def feed_forward(width: int, axis: str, name: str) -> Params:
         return {
-            "gate_up": Leaf(shape, axes, into, "matrix", blocks=(width, width)),
-            "down": Leaf((*sizes, width, hidden), (*names, axis, "hidden"), back, "matrix"),
+            "gate_up": Leaf(
+                (hidden, 2 * width),
+                ("hidden", f"{axis}_gate_up"),
+                into,
+                "matrix",
+                blocks=(width, width),
+                names=(f"{at}.{name}.gate_proj.weight", f"{at}.{name}.up_proj.weight"),
+            ),
+            "down": Leaf((width, hidden), (axis, "hidden"), back, "matrix", names=(f"{at}.{name}.down_proj.weight",)),
         }
 
     tree: Params = {
-        "attention_norm": _scale(hidden, "hidden"),
+        "attention_norm": _scale(hidden, "hidden", f"{at}.input_layernorm"),
         "attention": attention,
-        "mlp_norm": _scale(hidden, "hidden"),
+        "mlp_norm": _scale(hidden, "hidden", f"{at}.post_attention_layernorm"),
     }
     if not config.is_moe_layer(layer):
-        tree["mlp"] = feed_forward(config.intermediate_size, "intermediate")
+        tree["mlp"] = feed_forward(config.intermediate_size, "intermediate", "mlp")
         return tree
-    tree["router"] = Leaf((hidden, config.num_experts), ("hidden", "router"), into, "router")
-    tree["experts"] = feed_forward(config.moe_intermediate_size, "expert_intermediate", (config.num_experts, "experts"))
+    tree["router"] = Leaf(
+        (hidden, config.num_experts), ("hidden", "router"), into, "router", names=(f"{at}.mlp.gate.weight",)
+    )
+    expert = feed_forward(config.moe_intermediate_size, "expert_intermediate", "mlp.experts.{expert}")
+    tree["experts"] = {
+        matrix: dataclasses.replace(
+            leaf,
+            shape=(config.num_experts, *leaf.shape),
+            axes=("experts", *leaf.axes),
+            stack_name=f"{at}.mlp.experts.{matrix}_proj",
+        )
+        for matrix, leaf in expert.items()
+    }
     if config.num_shared_experts:
-        tree["shared"] = feed_forward(config.shared_intermediate_size, "intermediate")
+        tree["shared"] = feed_forward(config.shared_intermediate_size, "intermediate", "mlp.shared_experts")
         if config.shared_expert_gate:
-            tree["shared_gate"] = Leaf((hidden, 1), ("hidden", "one"), into, "router")
+            names = (f"{at}.mlp.shared_expert_gate.weight",)
+            tree["shared_gate"] = Leaf((hidden, 1), ("hidden", "one"), into, "router", names=names)
     return tree
 
 

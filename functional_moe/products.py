@@ -28,31 +28,35 @@ def rows_per_shape(x: Tensor) -> int:
 
 class _Product(ReverseModeFunction):
     @staticmethod
-    def forward(x: Tensor, y: Tensor) -> Tensor:
-        return product(x, y)
+    def forward(x: Tensor, y: Tensor, needed: bool) -> Tensor:
+        return product(x, y) if needed else x.new_empty(x.shape[0], y.shape[1])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, y = ctx.saved_tensors
         differentiable = torch.is_grad_enabled() or inside_transform()
-        function = _Product.apply if differentiable else product
+
+        def function(a: Tensor, b: Tensor) -> Tensor:
+            return _Product.apply(a, b, True) if differentiable else product(a, b)
+
         # Expanded ones, such as that of a sum, are copied once here instead of once per product.
         grad = grad.contiguous()
-        need_x, need_y = ctx.needs_input_grad
-        return function(grad, y.t()) if need_x else None, function(x.t(), grad) if need_y else None
+        need_x, need_y, _ = ctx.needs_input_grad
+        return function(grad, y.t()) if need_x else None, function(x.t(), grad) if need_y else None, None
 
 
-def matmul(x: Tensor, weight: Tensor, kernels: Kernels = "fused") -> Tensor:
+def matmul(x: Tensor, weight: Tensor, kernels: Kernels = "fused", needed: bool = True) -> Tensor:
     """``x @ weight`` in ``x``'s dtype; with the fused kernels differentiable in reverse mode, to any order.
 
     Args:
       x: ``[..., in]``.
       weight: ``[in, out]``.
       kernels: ``"reference"`` is torch's own product, with every transform's rule.
+      needed: when False, the fused kernels leave the result unfilled: for a replay, which wants its derivative alone.
 
     Returns:
       ``[..., out]``.
@@ -60,5 +64,5 @@ def matmul(x: Tensor, weight: Tensor, kernels: Kernels = "fused") -> Tensor:
     weight = weight.to(x.dtype)
     if kernels == "reference":
         return x @ weight
-    rows: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight)
+    rows: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight, needed)
     return rows.view(*x.shape[:-1], weight.shape[-1])

@@ -59,11 +59,13 @@ def clip_attention(params: Params, maxima: Tensor, tau: float, config: MoEConfig
       config: the model.
 
     Raises:
-      ValueError: ``use_qk_norm``, which undoes any scale of queries and keys; maxima of another shape; ``tau`` not
-        above 0.
+      ValueError: ``use_qk_norm``, which undoes any scale of queries and keys; ``clip_qkv``, which undoes some;
+        maxima of another shape; ``tau`` not above 0.
     """
     if config.use_qk_norm:
         raise ValueError("clip_attention: use_qk_norm = True normalises queries and keys, so a scale has no effect")
+    if config.clip_qkv is not None:
+        raise ValueError(f"clip_attention: clip_qkv = {config.clip_qkv} hides how large queries and keys are")
     shape = (config.num_hidden_layers, config.num_attention_heads)
     if maxima.shape != shape:
         raise ValueError(f"clip_attention: maxima have shape {tuple(maxima.shape)}; [layers, heads] is {shape}")

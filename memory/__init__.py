@@ -50,6 +50,7 @@ from ._profile import Sizes as Sizes
 from ._profile import Variant as Variant
 from ._profile import profile_chain as profile_chain
 from ._profile import profile_context as profile_context
+from ._profile import profile_here as profile_here
 from ._remat import name as name
 from ._remat import remat as remat
 from ._replay import output_is_needed as output_is_needed

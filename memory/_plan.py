@@ -34,16 +34,16 @@ class Pace(NamedTuple):
 
 
 PACES = (Pace(1, 2), Pace(0, 1), Pace(0, 2), Pace(1, 1), Pace(2, 2), Pace(2, 4))
-EFFORT = 40_000
+EFFORT = 12_000
 """Instructions gone through, over all schedules that are tried."""
 
 
-SMALL = 16
+SMALL = 8
 """Segments, up to which every pace gets a program of its own."""
 MOVES = 4_000
 """Neighbours of a schedule that are ranked by the model."""
-MEMORY_TOLERANCE, TIME_TOLERANCE = 1.03, 1.2
-"""How far the model may be off; its time for few segments, where details weigh more."""
+TOLERANCE = 1.2
+"""How far the model may be off for few segments, where details weigh more."""
 
 
 class PlanError(ValueError):
@@ -383,25 +383,14 @@ class _Search:
         return _Trial(choices, pace, schedule, reports, max(times.end), sum(excess.values()), over_hbm)
 
     def _model(self, pace: Pace) -> Model:
-        """The model, its memory brought to what the verifier counts of one schedule."""
+        """The model, and the memory that is not the recipes': what the verifier counts of a plain schedule."""
         if pace not in self.models:
             self.models[pace] = self.problem.model(pace)
-            choices = tuple(
-                next((n for n, one in enumerate(some) if not one.record and one.input != "recompute"), 0)
-                for some in self.problem.recipes
-            )
-            self.bases[pace] = np.zeros(3 * len(choices))
-            self._correct(self.trial(choices, pace), raise_only=False)
+            plain = recompute_all(self.problem.chain)
+            trial = self._go_through((), pace, plain)
+            alone = dataclasses.replace(self.problem, recipes=tuple((recipe,) for recipe in plain.values())).model(pace)
+            self.bases[pace] = self._counted(trial) - alone.levels(np.zeros((1, len(plain)), dtype=np.int64))[0]
         return self.models[pace]
-
-    def _correct(self, trial: _Trial, raise_only: bool) -> None:
-        """Brings the model's memory to what was counted; a run that the schedule has not stays."""
-        counted = self._counted(trial)
-        levels = self.models[trial.pace].levels(np.array([trial.choices]))[0]
-        base = np.where(np.isnan(counted), 0.0, counted - levels)
-        if raise_only:
-            base = np.where(np.isnan(counted), self.bases[trial.pace], np.maximum(base, self.bases[trial.pace]))
-        self.bases[trial.pace] = base
 
     def _counted(self, trial: _Trial) -> Numbers:
         """[runs]: bytes in HBM during each run and until the next, the most over microbatches."""
@@ -433,15 +422,20 @@ class _Search:
         limits: dict[str, float] = dict(self.limits)
         if HBM in self.problem.budgets:
             limits[HBM] = self.problem.budgets[HBM]
-        for _ in range(4):
-            choices = solve(model, self.bases[pace], limits, smallest=smallest)
+        base = self.bases[pace]
+        small = len(self.problem.recipes) <= SMALL
+        gap, nodes = (1e-3, 2000) if small else (5e-3, 20)
+        for _ in range(4 if small else 2):
+            choices = solve(model, base, limits, smallest=smallest, gap=gap, nodes=nodes)
             if choices is None:
                 return
             known = (choices, pace) in self.trials
             trial = self.trial(choices, pace)
-            if (trial.fits and not smallest) or known:
+            if known or (trial.fits and not small):
                 return
-            self._correct(trial, raise_only=True)
+            counted = self._counted(trial)
+            off = counted - base - model.levels(np.array([choices]))[0]
+            base = base + np.where(np.isnan(counted), 0.0, off)
             for tier in self.limits:
                 if tier in trial.reports:
                     limits[tier] -= max(0, trial.reports[tier].peak - self.problem.budgets[tier])
@@ -482,12 +476,14 @@ class _Search:
         for pace in self.paces if small else (best.pace,):
             model, base = self._model(pace), self.bases[pace]
             taken, peaks = model.seconds(table) / seconds, np.max(base + model.levels(table), axis=1)
-            good = peaks <= (peak if smallest else self.problem.budgets.get(HBM, np.inf)) * MEMORY_TOLERANCE
+            good = peaks <= (peak if smallest else self.problem.budgets.get(HBM, np.inf)) * (
+                TOLERANCE if small else 1.02
+            )
             for tier, limit in self.limits.items():
                 if tier in model.further:
                     good &= model.held(tier, table) <= limit
             if not smallest:
-                good &= taken <= (TIME_TOLERANCE if small else 1.0)
+                good &= taken <= (TOLERANCE if small else 1.0)
             for row in np.flatnonzero(good):
                 keys = (float(peaks[row]), float(taken[row]))
                 choices = tuple(int(option) for option in table[row])

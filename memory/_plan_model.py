@@ -53,14 +53,29 @@ class Model:
     hbm: tuple[Numbers, ...]
     """Of each segment: [recipes, runs], the bytes it has in HBM during each run: the forwards, then replay and backward
     of each segment from the last to the first."""
+    behind: tuple[Numbers, ...]
+    """Of each segment: [recipes], the bytes it holds after its replay while those that recompute their inputs from it
+    are replayed and run backwards."""
     further: Mapping[str, tuple[Numbers, ...]]
     """By tier, of each segment: [recipes], bytes."""
+
+    @property
+    def recomputed(self) -> list[NDArray[np.bool_]]:
+        """Of each segment: [recipes], whether its input is."""
+        return [np.array([recipe.input == "recompute" for recipe in some]) for some in self.recipes]
 
     def levels(self, choices: NDArray[np.int64]) -> Numbers:
         """Bytes in HBM: choices [n, segments] -> [n, runs]."""
         out = np.zeros((len(choices), self.hbm[0].shape[1]))
         for number, table in enumerate(self.hbm):
             out += table[choices[:, number]]
+        count, carried = len(self.hbm), np.zeros(len(choices))
+        for number, recomputed in enumerate(self.recomputed):
+            if number:
+                before = carried + self.behind[number - 1][choices[:, number - 1]]
+                carried = np.where(recomputed[choices[:, number]], before, 0.0)
+                replay = count + 2 * (count - 1 - number)
+                out[:, replay : replay + 2] += carried[:, None]
         return out
 
     def seconds(self, choices: NDArray[np.int64]) -> Numbers:
@@ -84,8 +99,7 @@ class Model:
     def allowed(self, choices: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether every recomputed input has a segment before it that is replayed."""
         good = np.ones(len(choices), dtype=bool)
-        for number in range(1, len(self.recipes)):
-            recomputed = np.array([recipe.input == "recompute" for recipe in self.recipes[number]])
+        for number, recomputed in list(enumerate(self.recomputed))[1:]:
             recorded = np.array([recipe.record for recipe in self.recipes[number - 1]])
             good &= ~(recomputed[choices[:, number]] & recorded[choices[:, number - 1]])
         return good
@@ -126,8 +140,17 @@ def make_model(
     if gathers is not None:
         moments.add_gathers(chain, gathers, costs)
     hbm = _contents(rows, batches_at_once, lag, lead)
+    behind = tuple(
+        np.array(
+            [
+                0.0 if row.recipe.record else row.graph + row.moved + row.input * (row.recipe.input != "keep")
+                for row in some
+            ]
+        )
+        for some in rows
+    )
     edges = tuple(sorted(moments.edges, key=lambda edge: edge.target))
-    return Model(tuple(map(tuple, recipes)), edges, moments.count, tuple(moments.last), hbm, further)
+    return Model(tuple(map(tuple, recipes)), edges, moments.count, tuple(moments.last), hbm, behind, further)
 
 
 class _Figures(NamedTuple):
@@ -212,12 +235,10 @@ def _contents(rows: list[list[_Figures]], batches: int, lag: int, lead: int) -> 
             if row.recipe.input == "recompute":
                 entering[forward + 1 : replay] = 0
                 entering[replay : backward + 1] = row.input
-                # The segment before was replayed just before: its graph and its input are there too.
-                earlier = [other for other in rows[number - 1] if not other.recipe.record]
-                table_row[replay : backward + 1] += min((other.graph for other in earlier), default=0)
             table_row += saved + moved + entering
             if row.recipe.record:
                 table_row[forward + 1 : backward + 1] += row.graph * batches
+                table_row[forward] += row.graph * (batches - 1)
             else:
                 table_row[backward] += row.graph
         tables.append(table)
@@ -315,51 +336,38 @@ class _Moments:
         self.last = [renumbered[self.runs[-1]]] + [reduced] * (reduced >= 0)
 
 
+RUN, FEW = 8, 16
+"""Graphs of the largest size that a run of recomputed inputs may hold in a chain of few segments; in others, one."""
+
+
 def solve(
     model: Model,
     base: Numbers,
     budgets: Mapping[str, float],
     *,
     smallest: bool = False,
-    gap: float = 1e-3,
+    gap: float,
+    nodes: int,
 ) -> Choices | None:
     """The recipes of least predicted time within the budgets, or of least memory.
 
     Args:
       model: of the chain.
       base: [runs], bytes in HBM besides what the recipes hold.
-      budgets: bytes of each tier; in the further ones, for the recipes.
-      smallest: minimise the peak of HBM, whatever its budget; time second.
+      budgets: bytes of each tier; in the further ones, for the recipes. That of HBM is exceeded as little as can be.
+      smallest: minimise the peak of HBM, whatever its budget and the time.
       gap: how far from the best the answer may be, relative.
+      nodes: of the tree of programs to look at, at most.
 
     Returns:
       for each segment which recipe, or ``None`` when there is no answer.
     """
-    few = len(model.recipes) <= 16
-    rows = set(range(len(base))) if few else {len(model.recipes) - 1, len(model.recipes)}
-    limit = budgets.get(HBM, np.inf)
-    for _ in range(8):
-        found = _solve(model, base, budgets, sorted(rows), smallest, gap)
-        if found is None:
-            return None
-        levels = base + model.levels(np.array([found]))[0]
-        bound = max(levels[row] for row in rows) if smallest else limit
-        over = levels - bound
-        if over.max() <= 1e-6 * max(bound, 1.0):
-            return found
-        # The worst of the forwards and of the rest: neighbours of a run that is over are over by much the same.
-        halves = ((0, len(model.recipes)), (len(model.recipes), len(base)))
-        rows |= {begin + int(np.argmax(over[begin:end])) for begin, end in halves if over[begin:end].max() > 0}
-    return found
-
-
-def _solve(
-    model: Model, base: Numbers, budgets: Mapping[str, float], rows: Sequence[int], smallest: bool, gap: float
-) -> Choices | None:
     starts = np.cumsum([0, *map(len, model.recipes)])
     binaries = int(starts[-1])
     end, peak = binaries + model.moments, binaries + model.moments + 1
-    columns = peak + 1
+    count = len(model.recipes)
+    carried, level = peak + 1, peak + 1 + count
+    columns = level + len(base)
     table = _Rows()
     for number in range(len(model.recipes)):
         table.add({int(starts[number]) + one: 1.0 for one in range(len(model.recipes[number]))}, 1.0, 1.0)
@@ -370,7 +378,7 @@ def _solve(
             entries = {int(starts[number]) + o: 1.0 for o in recomputed}
             table.add(entries | {int(starts[number - 1]) + o: 1.0 for o in recorded}, -np.inf, 1.0)
     unit = max(max(float(edge.seconds.max()) for edge in model.edges), 1e-30)
-    for edge in model.edges:
+    for edge in () if smallest else model.edges:
         entries = {binaries + edge.target: 1.0}
         least = float(edge.seconds.min())
         for option, taken in enumerate(edge.seconds):
@@ -383,17 +391,47 @@ def _solve(
         table.add({end: 1.0, binaries + moment: -1.0}, 0.0, np.inf)
     scale = max(float(base.max()), max(float(part.max()) for part in model.hbm), 1.0)
     limit = budgets.get(HBM, np.inf)
-    for run in rows:
-        entries = {
-            int(starts[number]) + option: float(size) / scale
-            for number, part in enumerate(model.hbm)
+    # Of what is held behind runs of replays: the most for one segment, and for all.
+    most = max(float(part.max()) for part in model.behind) / scale
+    runs = RUN if count <= FEW else 1
+    longest = runs * most
+    margin = longest + most if runs > 1 else most
+    alike = model.recomputed
+    for number in range(1, count):
+        flags = alike[number]
+        if runs == 1 and flags.any() and alike[number - 1].any():
+            both = {int(starts[number]) + int(option): 1.0 for option in np.flatnonzero(flags)}
+            both |= {int(starts[number - 1]) + int(option): 1.0 for option in np.flatnonzero(alike[number - 1])}
+            table.add(both, -np.inf, 1.0)
+        if flags.any():
+            # What is held behind the segment before counts here too, if this one recomputes its input.
+            entries = {carried + number: 1.0} | ({carried + number - 1: -1.0} if runs > 1 else {})
+            entries |= {int(starts[number]) + int(option): -margin for option in np.flatnonzero(flags)}
+            entries |= {
+                int(starts[number - 1]) + option: -float(size) / scale
+                for option, size in enumerate(model.behind[number - 1])
+                if size
+            }
+            table.add(entries, -margin, np.inf)
+    changes = [np.diff(part, axis=1, prepend=0.0) for part in model.hbm]
+    for run in range(len(base)):
+        # The level is the one before, and what changes: few recipes have something to change.
+        entries = {level + run: 1.0} | ({level + run - 1: -1.0} if run else {})
+        entries |= {
+            int(starts[number]) + option: -float(size) / scale
+            for number, part in enumerate(changes)
             for option, size in enumerate(part[:, run])
             if size
         }
+        table.add(entries, 0.0, 0.0)
+        entries = {level + run: 1.0}
+        if run >= count:
+            entries[carried + count - 1 - (run - count) // 2] = 1.0
         if smallest:
             table.add(entries | {peak: -1.0}, -np.inf, -float(base[run]) / scale)
         elif np.isfinite(limit):
-            table.add(entries, -np.inf, (limit - float(base[run])) / scale)
+            # Soft: that nothing fits would take long to prove.
+            table.add(entries | {peak: -1.0}, -np.inf, (limit - float(base[run])) / scale)
     for tier, parts in model.further.items():
         held = {
             int(starts[number]) + option: float(size)
@@ -405,18 +443,19 @@ def _solve(
             largest = max(held.values())
             table.add({key: size / largest for key, size in held.items()}, -np.inf, budgets[tier] / largest)
     cost = np.zeros(columns)
-    total = float(model.seconds(np.zeros((1, len(model.recipes)), dtype=np.int64))[0]) / unit
-    cost[end], cost[peak] = (1e-3 / max(total, 1e-9), 1.0) if smallest else (1.0, 0.0)
+    cost[peak] = 1e3 * len(model.edges)
+    cost[end] = 0.0 if smallest else 1.0
     whole = np.zeros(columns)
     whole[:binaries] = 1
     upper = np.full(columns, np.inf)
     upper[:binaries] = 1
+    upper[carried:level] = longest
     result = milp(
         cost,
         constraints=table.constraint(columns),
         integrality=whole,
         bounds=Bounds(np.zeros(columns), upper),
-        options={"mip_rel_gap": gap, "node_limit": 2000},
+        options={"mip_rel_gap": gap, "node_limit": nodes},
     )
     if result.x is None:
         return None

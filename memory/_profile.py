@@ -186,6 +186,20 @@ def profile_context(chain: Chain, batch: Any) -> int:
     return size
 
 
+def profile_here(chain: Chain, parameters: Parameters, batch: Any) -> Sizes:
+    """The sizes of a chain whose layers are all whole on this process.
+
+    Args:
+      chain: the segments.
+      parameters: by layer; real or fake tensors.
+      batch: one microbatch.
+    """
+    names = [segment.name for segment in chain.segments]
+    previous = dict(zip(names, [None, *names[:-1]], strict=True))
+    profile = profile_chain(chain, parameters, batch)
+    return Sizes(profile, previous, {}, {}, {}, context=profile_context(chain, batch))
+
+
 def variants_of(segment: Segment) -> tuple[tuple[str, ...], ...]:
     """The residuals that a run may be given: none the first time, later the decisions and any of the others."""
     others = [name for name in segment.residuals if name not in segment.decisions]

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
@@ -48,7 +48,7 @@ def remat(
 
     What the function depends on must be its arguments, the same in the replay: a tensor from outside would lose its
     gradient, and random numbers must come from a seed that is an argument, or be named and saved. Both raise where they
-    can be seen. A nested ``remat`` has its own names.
+    can be seen: in closures, in outputs, at the global generators. A nested ``remat`` has its own names.
 
     Args:
       function: pure; takes and returns trees. What is differentiated are tensors among its arguments.
@@ -70,6 +70,8 @@ def remat(
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Out:
+        if torch._C._are_functorch_transforms_active() and any(map(_is_transformed, _closed_over(function))):
+            _refuse_outside()
         leaves, spec = pytree.tree_flatten((args, kwargs))
         plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -286,16 +288,19 @@ class _Host:
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
-        self._free: dict[int, list[Tensor]] = {}
+        self._free: dict[tuple[int, type], list[Tensor]] = {}
         self._leaving: list[Copy] = []
 
     def store(self, tensors: list[Tensor], trace: _Trace) -> list[Tensor]:
         """Begins to copy ``tensors``; the copies live as long as ``trace``."""
+        if not tensors:
+            return []
         # The sources of the call before are given free here: their copies had this call's time.
         for copy in self._leaving:
             copy.wait()
         sizes = [aligned(tensor.numel() * tensor.element_size()) for tensor in tensors]
-        free = self._free.setdefault(sum(sizes), [])
+        # A profile's fake tensors have slabs of their own.
+        free = self._free.setdefault((sum(sizes), type(tensors[0])), [])
         slab = free.pop() if free else self._copies.slab(sum(sizes))
         weakref.finalize(trace, free.append, slab)
         stored = []
@@ -316,20 +321,34 @@ class _Host:
         return loaded
 
 
-class _Arguments(TorchFunctionMode):
-    """Refuses operations on what belongs to a transform around the function: it has no gradient here."""
+def _closed_over(function: Any) -> Iterator[Any]:
+    """The leaves that a function has from outside, and those of the functions among them."""
+    waiting, seen = [function], {id(function)}
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, functools.partial):
+            held: Any = [one.func, one.args, one.keywords]
+        elif isinstance(one, types.FunctionType):
+            held = [_contents(cell) for cell in one.__closure__ or ()] + [one.__defaults__, one.__kwdefaults__]
+        else:
+            continue
+        for leaf in pytree.tree_leaves(held):
+            yield leaf
+            if id(leaf) not in seen:
+                seen.add(id(leaf))
+                waiting.append(leaf)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Transforms inside the function have values of their own.
-        if not torch._C._are_functorch_transforms_active() and any(map(_is_of_transform, args)):
-            _refuse_outside()
-        return func(*args, **(kwargs or {}))
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
 
 
-def _is_of_transform(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(map(_is_of_transform, value))
-    return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+def _is_transformed(leaf: Any) -> bool:
+    functorch = torch._C._functorch
+    return isinstance(leaf, Tensor) and functorch.is_functorch_wrapped_tensor(functorch.unwrap_if_dead(leaf))
 
 
 def _generators(tensors: Tensors) -> list[bytes]:
@@ -356,7 +375,7 @@ class _Remat(torch.autograd.Function):
             copy.wait()
         drawn = _generators(inputs)
         # With gradients on and inputs that have none, a graph can only come from a tensor that is no argument.
-        with torch.enable_grad(), need_output(True), _Arguments():
+        with torch.enable_grad(), need_output(True):
             outputs, kept = call.run(None, tuple(tensor.detach() for tensor in inputs))
         if any(tensor.requires_grad for tensor in outputs):
             _refuse_outside()

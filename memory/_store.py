@@ -17,7 +17,11 @@ class Store(Protocol):
     """Parameters by layer. ``gather`` and ``reduce`` begin something; who needs the result waits."""
 
     def gather(self, layer: str, buffer: int) -> None:
-        """Begins to bring a layer's parameters together in a buffer."""
+        """Begins to bring a layer's parameters together in a buffer.
+
+        A graph may refer to that memory, and autograd takes a write for a change of what it has saved: write through
+        ``buffer.data``, whose version is its own. The layer lies in the buffer as it did the time before.
+        """
         ...
 
     def parameters(self, layer: str) -> Tree:

@@ -60,3 +60,7 @@ from ._pool import WorkerError as WorkerError
 from ._pool import shared_pool as shared_pool
 from ._pool import spawn as spawn
 from ._tree import map_leaves as map_leaves
+from ._world import RankError as RankError
+from ._world import World as World
+from ._world import join_world as join_world
+from ._world import launched as launched

@@ -46,6 +46,7 @@ from ._checkpoint_storage import (
     StepWriter,
     partial_name,
 )
+from ._collective_functions import Call, CollectiveError
 from ._layout import from_local, layout_of, local, local_slices
 from ._manifest import (
     MANIFEST_FILE,
@@ -128,6 +129,11 @@ class PendingSave:
         self._thread = threading.Thread(target=self._run, args=(write,), name="save_sharded")
         self._thread.start()
 
+    @property
+    def failed(self) -> bool:
+        """Whether it is known already that ``wait`` will raise; the ranks may come to know at different times."""
+        return self._error is not None
+
     def wait(self) -> Path:
         """Waits for the end of the save.
 
@@ -150,7 +156,7 @@ class PendingSave:
             self._error = error
 
 
-def load_sharded(checkpoint: Path, template: Tree, *, identity: Any) -> Tree:
+def load_sharded(checkpoint: Path, template: Tree, *, identity: Any, partial: bool = False) -> Tree:
     """Reads a checkpoint into the placements of ``template``, whatever mesh it was saved from. Every rank must call it.
 
     Keys, shapes and dtypes are checked before any shard is read. Each rank reads the slices that it will hold.
@@ -161,6 +167,7 @@ def load_sharded(checkpoint: Path, template: Tree, *, identity: Any) -> Tree:
         plain tensors where every rank wants the whole. Both may be on ``meta`` (``shard(abstract_tree, layout)``):
         such DTensors come to the mesh's device, such plain tensors to the CPU.
       identity: as at the save.
+      partial: read only what the template has at its top, such as ``{"params": ..., "balance": ...}``.
 
     Returns:
       a tree like ``template``, in memory of its own.
@@ -179,7 +186,7 @@ def load_sharded(checkpoint: Path, template: Tree, *, identity: Any) -> Tree:
     leaves, spec = _named(template)
     wanted = _parts(leaves)
     group = _group()
-    manifest = _together(group, functools.partial(_checked, checkpoint, wanted, identity))
+    manifest = _together(group, functools.partial(_checked, checkpoint, wanted, identity, partial))
     parts = {name: _allocate(part, leaves[name]) for name, part in wanted.items()}
     _coordinated(
         f"cannot load {checkpoint}",
@@ -312,12 +319,20 @@ def _allocate(part: LocalPart, leaf: Tensor) -> LocalPart:
     return part._replace(tensor=torch.empty(part.tensor.shape, dtype=part.tensor.dtype, device=device))
 
 
-def _checked(checkpoint: Path, wanted: LocalParts, identity: Any) -> Manifest:
+def _checked(checkpoint: Path, wanted: LocalParts, identity: Any, partial: bool) -> Manifest:
     manifest = read_manifest(checkpoint)
+    if partial:
+        tops = {_top(name) for name in wanted}
+        kept = {name: leaf for name, leaf in manifest.leaves.items() if _top(name) in tops}
+        manifest = manifest._replace(leaves=kept)
     check_identity(checkpoint, manifest, identity)
     leaves = {name: (tuple(part.shape), dtype_name(part.tensor)) for name, part in wanted.items()}
     check_leaves(checkpoint, manifest, leaves)
     return manifest
+
+
+def _top(name: str) -> str:
+    return name.split(".")[0]
 
 
 def _group() -> ProcessGroup | None:
@@ -349,7 +364,8 @@ def _together(group: ProcessGroup | None, function: Callable[[], Any]) -> Any:
     messages: list[str | None] = [message]
     if group is not None:
         messages *= dist.get_world_size(group)
-        dist.all_gather_object(messages, message, group=group)
+        with Call("exchange of a checkpoint's errors", torch.empty(0), group):
+            dist.all_gather_object(messages, message, group=group)
     if failed := {rank: text for rank, text in enumerate(messages) if text is not None}:
         raise CheckpointError(_first_of(failed, len(messages)))
     return result
@@ -369,6 +385,10 @@ def _coordinated(what: str, run: Callable[[bool], Any]) -> None:
         failed = {rank: _reason(problem) for rank, (problem, _) in sorted(error.failures.items())}
         ranks = 1 if alone else dist.get_world_size()
         raise CheckpointError(f"{what}: {_first_of(failed, ranks)}") from error
+    except RuntimeError as error:
+        if alone:
+            raise
+        raise CollectiveError(f"{what}: {_reason(error)}") from error
 
 
 def _first_of(failed: dict[int, str], ranks: int) -> str:

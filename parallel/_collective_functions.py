@@ -200,19 +200,23 @@ class ReduceReplicated(Collective):
 
 class AllToAll(Collective):
     @staticmethod
-    def forward(x: Tensor, group: ProcessGroup, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
+    def forward(
+        x: Tensor, group: ProcessGroup, send: tuple[int, ...], receive: tuple[int, ...], needed: bool
+    ) -> Tensor:
         if dist.get_world_size(group) == 1:
             return x.view_as(x)
         x = x.contiguous()
         out = x.new_empty(sum(receive), *x.shape[1:])
+        if not needed:
+            return out
         with Call("all_to_all", x, group):
             dist.all_to_all_single(out, x, list(receive), list(send), group=group)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        group, send, receive = ctx.static
-        return AllToAll.apply(grad, group, receive, send), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        group, send, receive, _ = ctx.static
+        return AllToAll.apply(grad, group, receive, send, True), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:

@@ -177,6 +177,7 @@ def all_to_all(
     group: ProcessGroup,
     send_sizes: Sequence[int] | None = None,
     receive_sizes: Sequence[int] | None = None,
+    needed: bool = True,
 ) -> Tensor:
     """Sends the first rows of ``x`` to rank 0, the next to rank 1, and so on; returns what arrives, in rank order.
 
@@ -187,6 +188,8 @@ def all_to_all(
       group: ``n`` ranks.
       send_sizes: how many rows go to each rank; equal parts when neither is given.
       receive_sizes: how many rows come from each rank: their ``send_sizes`` at this rank's index.
+      needed: when False, on every rank, nothing is sent and the result is unfilled: for a replay, which wants its
+        derivative alone.
 
     Returns:
       ``[sum of receive_sizes, ...]``.
@@ -209,7 +212,7 @@ def all_to_all(
         raise ValueError(
             f"all_to_all: send_sizes = {tuple(send_sizes)} add up to {sum(send_sizes)}, x has {x.shape[0]} rows"
         )
-    return AllToAll.apply(x, group, tuple(send_sizes), tuple(receive_sizes))  # type: ignore[no-any-return]
+    return AllToAll.apply(x, group, tuple(send_sizes), tuple(receive_sizes), needed)  # type: ignore[no-any-return]
 
 
 def broadcast_from(x: Tensor, owner: int, group: ProcessGroup) -> Tensor:

@@ -126,7 +126,7 @@ def exchange(rows: Tensor, plan: Exchange, group: ProcessGroup, widths: Sequence
     return _SplitRows.apply(arrived, plan.order, plan.inverse, tuple(widths))  # type: ignore[no-any-return]
 
 
-def exchange_back(parts: Sequence[Tensor], plan: Exchange, group: ProcessGroup) -> Tensor:
+def exchange_back(parts: Sequence[Tensor], plan: Exchange, group: ProcessGroup, needed: bool = True) -> Tensor:
     """Rows home again, in one message: the inverse of :func:`exchange`, and its dual.
 
     Sends the summed widths for each row that came from another rank.
@@ -135,6 +135,7 @@ def exchange_back(parts: Sequence[Tensor], plan: Exchange, group: ProcessGroup) 
       parts: each ``[received, its width]``, sorted as ``exchange`` returns them.
       plan: of this layer.
       group: the ``ep`` ranks.
+      needed: when False, the rows stay and the result is unfilled, see :func:`.all_to_all`.
 
     Returns:
       ``[sent, sum of widths]``, sorted as ``exchange`` takes them.
@@ -144,7 +145,7 @@ def exchange_back(parts: Sequence[Tensor], plan: Exchange, group: ProcessGroup) 
       CollectiveError: when the group fails.
     """
     joined = _JoinRows.apply(plan.inverse, plan.order, *parts)
-    return all_to_all(joined, group, plan.splits.receive, plan.splits.send)
+    return all_to_all(joined, group, plan.splits.receive, plan.splits.send, needed)
 
 
 def experts_of_rank(

@@ -39,6 +39,14 @@ class _Layer(NamedTuple):
     size: int  # bytes of a buffer
 
 
+class LayerBytes(NamedTuple):
+    """What a layer takes on this rank besides its shards, in bytes."""
+
+    gathered: int  # its part of a gather buffer, its messages on their way, and shards in another dtype
+    reduced: int  # this rank's part of its gradient
+    reduction: int  # what reducing needs besides the gradient in full and the result
+
+
 class ShardedLayers:
     """How layers travel on a mesh, and the buffers they are gathered in. Make it once, and a store for every step."""
 
@@ -101,6 +109,31 @@ class ShardedLayers:
     def sizes(self) -> dict[str, int]:
         """Bytes of each layer's gathered parameters, for ``memory.Gathers``."""
         return {name: layer.size for name, layer in self._layers.items()}
+
+    def layer_bytes(self, name: str) -> LayerBytes:
+        """What the layer ``name`` takes on this rank. Shards are taken to be float32."""
+        known = self._layers[name]
+        plan, width = known.plan, self.reduce_dtype.itemsize
+        gathered, reduction = known.size, 0
+
+        def received(sent: int, ranks: int) -> int:
+            return sent if self.mesh.device_type == "cpu" else sent // ranks  # see _reduce_start
+
+        for index, (leaf, dtype) in enumerate(zip(plan.leaves, known.dtypes, strict=True)):
+            numel = math.prod(leaf.shape)
+            if not leaf.gathered:
+                gathered += 2 * numel * dtype.itemsize * (dtype != torch.float32)
+            elif index in plan.alone:
+                gathered += math.prod(leaf.part.shape) * dtype.itemsize * (dtype != torch.float32)
+                reduction += received(numel * width, len(leaf.parts))
+            reduction += numel * width * (dtype != self.reduce_dtype and index in plan.alone)
+        for (_, dtype), packed in plan.packed.items():
+            ranks = len(plan.leaves[packed.leaves[0]].parts)
+            gathered += (ranks + 1) * packed.size * dtype.itemsize
+            reduction += ranks * packed.size * width + received(ranks * packed.size * width, ranks)
+        for members in plan.summed.values():
+            reduction += sum(math.prod(plan.leaves[index].part.shape) for index in members) * width
+        return LayerBytes(gathered, sum(math.prod(leaf.part.shape) for leaf in plan.leaves) * width, reduction)
 
     @property
     def plans(self) -> dict[str, LayerPlan]:

@@ -35,10 +35,11 @@ class Progress:
     Args:
       steps: of the whole run.
       flops_per_token: of forward and backward, for the utilisation.
+      quiet: show nothing, as on all ranks but one.
     """
 
-    def __init__(self, steps: int, flops_per_token: float) -> None:
-        self._console = _Console(highlight=False, soft_wrap=True)
+    def __init__(self, steps: int, flops_per_token: float, quiet: bool = False) -> None:
+        self._console = _Console(highlight=False, soft_wrap=True, quiet=quiet)
         self._live = Live(console=self._console, auto_refresh=False)
         self._steps = steps
         self._flops_per_token = flops_per_token
@@ -46,10 +47,11 @@ class Progress:
         self._recent: deque[tuple[float, int]] = deque(maxlen=20)
         self._held_out = ""
 
-    def start(self, matmul_rate: float) -> None:
-        """Takes the machine's matrix-product rate, FLOP/s, against which the utilisation is given."""
-        self._rate = matmul_rate
-        self.say(f"machine: {matmul_rate / 1e9:,.0f} GFLOP/s in a matrix product")
+    def start(self, matmul_rate: float, processes: int = 1) -> None:
+        """Takes a process's matrix-product rate, FLOP/s, against which the utilisation of all is given."""
+        self._rate = matmul_rate * processes
+        times = f"{processes} x " if processes > 1 else ""
+        self.say(f"machine: {times}{matmul_rate / 1e9:,.0f} GFLOP/s in a matrix product")
 
     def say(self, text: str) -> None:
         """Prints a line above the live one. A run outlives whoever reads it: a closed or full output is no end."""

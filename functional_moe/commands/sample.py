@@ -12,10 +12,10 @@ from ..data import load_tokenizer
 from ..generate import generate
 from ..model import init_balance
 from ..parameters import abstract
-from ..state_file import load_state
+from ..state_file import latest_state, load_state
 from .progress import printable
 from .settings import SettingsError, read_settings
-from .train import SETTINGS_FILE, STATE_FILE, read_identity
+from .train import SETTINGS_FILE, check_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,14 +40,9 @@ def sample(settings: SampleSettings) -> int:
     """Prints the prompt and its continuation."""
     run = read_settings(settings.run / SETTINGS_FILE)
     tokenizer = load_tokenizer(run.data.tokenizer, run.data.separator_token)
-    trained_with = read_identity(settings.run)["tokenizer"]
-    if tokenizer.fingerprint != trained_with:
-        raise SettingsError(
-            f"--run {settings.run} learned the tokens of {trained_with}, but {run.data.tokenizer or 'bytes'} is "
-            f"{tokenizer.fingerprint}: restore the tokenizer"
-        )
+    check_tokenizer(settings.run, tokenizer)
     template: dict[str, Any] = {"params": abstract(run.model), "balance": init_balance(run.model)}
-    state = load_state(settings.run / STATE_FILE, template, partial=True)
+    state = load_state(latest_state(settings.run), template, run.model, partial=True)
     try:
         prompt = [tokenizer.separator, *map(int, tokenizer.encode(settings.prompt))]
     except UnicodeEncodeError as error:

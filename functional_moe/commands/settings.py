@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from ..config import MoEConfig, preset
+from ..data import ChatTemplate, DataError, Form, Template
+from ..hf import HFError
+from ..memory import HBM, HOST
 from ..optimizers import OptimizerSettings
+from ..parallel import CheckpointError
 from ..state_file import StateError
 
 
 class SettingsError(ValueError):
     """Settings that make no run; the message is one line."""
+
+
+USER_ERRORS = (SettingsError, DataError, StateError, CheckpointError, HFError)
+"""What the user can mend: told in one line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,10 +36,28 @@ class DataSettings:
     the Python standard library, as bytes."""
     text_field: str = "text"
     """The field of a .jsonl line that holds the text."""
+    format: Form = "text"
+    """What .jsonl lines hold: text; completion: a prompt and a completion; chat: messages, each a role and a content,
+    which the tokenizer's chat template writes. Of the last two only completions and the assistant's messages are
+    learned."""
     tokenizer: Path | None = None
     """A ``tokenizers`` JSON file. Without one, text is read as bytes."""
     separator_token: str | None = None
     """The tokenizer's special token that stands between documents."""
+
+
+def chat_template(form: Form, tokenizer: Path | None) -> Template | None:
+    """The template that a format needs.
+
+    Raises:
+      SettingsError: conversations without a tokenizer.
+      DataError: the tokenizer has no template.
+    """
+    if form != "chat":
+        return None
+    if tokenizer is None:
+        raise SettingsError("--format chat: bytes have no chat template; give a tokenizer")
+    return ChatTemplate(tokenizer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +84,22 @@ class TrainSettings:
     """Tokens per sequence."""
     accumulate: int = 1
     """Microbatches per step: the same result in less memory."""
+    fsdp: int = 1
+    """Processes that share the parameters, started by torchrun: replicate x fsdp x ep in all."""
+    ep: int = 1
+    """Processes that share the experts, neighbours on the fastest links; divides the number of experts."""
+    replicate: int = 1
+    """Copies of the whole model, each on fsdp x ep processes."""
+    hbm_budget: Annotated[str | None, tyro.conf.arg(metavar="BYTES")] = None
+    """Memory that a training step may take on each process, such as 2GiB, 800MB or plain bytes: parameters, optimizer
+    state, batch, gradients, activations, gather buffers, and the working memory of segments and of the optimizer. What
+    does not fit is recomputed, or goes to --host-budget. Not counted: Python and torch themselves, what an operator
+    allocates within itself, data, and the copy of the state that is being saved."""
+    host_budget: Annotated[str | None, tyro.conf.arg(metavar="BYTES")] = None
+    """Further memory of each process, reserved in one piece, to which activations may be moved; on a CPU it is memory
+    like the other, counted apart. Nothing: they stay."""
+    timeout: float = 600.0
+    """Seconds that processes wait for one of them before the run ends with its name."""
     seed: int = 0
     """Of the initial parameters and of the order of the data."""
     eval_every: int = 50
@@ -69,6 +112,8 @@ class TrainSettings:
     """Length of the sample at the end; 0 for none."""
     out: Path | None = None
     """Folder of the run; must not hold one already, unless it is resumed. Default: the next free runs/PRESET-N."""
+    init_from: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """Folder of a run, such as an imported one, whose model, tokenizer and weights to start from."""
     resume: bool = False
     """Continue the run in ``--out``. Its own settings are taken; flags given besides must agree with them."""
     save_every: int = 100
@@ -77,7 +122,18 @@ class TrainSettings:
     """Stop after this step as if interrupted; ``--resume`` goes on from there."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len", "accumulate", "eval_every", "eval_windows", "save_every"):
+        for name in (
+            "steps",
+            "batch_size",
+            "seq_len",
+            "accumulate",
+            "eval_every",
+            "eval_windows",
+            "save_every",
+            "fsdp",
+            "ep",
+            "replicate",
+        ):
             if getattr(self, name) < 1:
                 raise SettingsError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
         if self.max_refused < 1:
@@ -90,15 +146,75 @@ class TrainSettings:
             raise SettingsError(f"--stop-after {self.stop_after}: must be at least 1")
         if self.batch_size % self.accumulate:
             raise SettingsError(f"--accumulate {self.accumulate}: does not divide --batch-size {self.batch_size}")
+        if self.accumulate > 1 and self.batch_size % (self.accumulate * self.ranks):
+            raise SettingsError(
+                f"--accumulate {self.accumulate}: does not divide the rows that each of {self.ranks} processes has of "
+                f"--batch-size {self.batch_size}"
+            )
+        if self.model.num_moe_layers and self.model.num_experts % self.ep:
+            raise SettingsError(f"--ep {self.ep}: does not divide model.num_experts {self.model.num_experts}")
+        if not 0 < self.timeout < 1e6:
+            raise SettingsError(f"--timeout {self.timeout:g}: must lie between 0 and 1e6 seconds")
+        if self.host_budget is not None and self.hbm_budget is None:
+            raise SettingsError(f"--host-budget {self.host_budget}: has no use without --hbm-budget; give both")
+        _ = self.budgets  # raises for what is no size
         if self.seq_len > self.model.max_position_embeddings:
             raise SettingsError(
                 f"--seq-len {self.seq_len}: exceeds the model's max_position_embeddings "
                 f"{self.model.max_position_embeddings}"
             )
 
+    @property
+    def ranks(self) -> int:
+        """Processes of the run."""
+        return self.replicate * self.fsdp * self.ep
 
-# What may differ between a run and its continuation: it changes no value the run computes.
-_FREE = frozenset({"out", "resume", "save_every", "stop_after", "max_refused", "sample_tokens"})
+    @property
+    def budgets(self) -> dict[str, int]:
+        """Bytes of each tier that has a budget."""
+        given = {HBM: ("--hbm-budget", self.hbm_budget), HOST: ("--host-budget", self.host_budget)}
+        return {tier: _parse_bytes(flag, text) for tier, (flag, text) in given.items() if text is not None}
+
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)},
+}
+
+
+def _parse_bytes(flag: str, text: str) -> int:
+    """``2GiB``, ``1.5 GB``, ``800MB`` or ``1000`` in bytes."""
+    match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)\s*([a-z]*)", text.strip(), re.IGNORECASE | re.ASCII)
+    if match is None or match[2].upper() not in _UNITS:
+        raise SettingsError(f"{flag} {text}: is no size in bytes; write it as 2GiB, 800MB or 1000000")
+    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if not 0 < size <= LARGEST_BUDGET:
+        raise SettingsError(f"{flag} {text}: must be above 0 and at most 1 EiB")
+    return size
+
+
+LARGEST_BUDGET = 2**60
+"""Bytes above which a budget is taken for a slip."""
+
+# What may differ between a run and its continuation: it changes no value the run computes, but for rounding.
+_FREE = frozenset(
+    {
+        "out",
+        "resume",
+        "save_every",
+        "stop_after",
+        "max_refused",
+        "sample_tokens",
+        "fsdp",
+        "ep",
+        "replicate",
+        "timeout",
+        "hbm_budget",
+        "host_budget",
+    }
+)
 
 
 def resolved(settings: TrainSettings) -> TrainSettings:
@@ -109,7 +225,8 @@ def resolved(settings: TrainSettings) -> TrainSettings:
         paths=tuple(path.absolute() for path in settings.data.paths),
         tokenizer=None if tokenizer is None else tokenizer.absolute(),
     )
-    return dataclasses.replace(settings, data=data)
+    init_from = None if settings.init_from is None else settings.init_from.absolute()
+    return dataclasses.replace(settings, data=data, init_from=init_from)
 
 
 def to_json(settings: TrainSettings) -> str:
@@ -128,12 +245,13 @@ def read_settings(path: Path) -> TrainSettings:
         data = values.pop("data")
         paths = tuple(map(Path, data.pop("paths")))
         tokenizer = data.pop("tokenizer")
-        out = values.pop("out")
+        out, init_from = values.pop("out"), values.pop("init_from")
         return TrainSettings(
             model=MoEConfig(**values.pop("model")),
             optimizer=OptimizerSettings(**values.pop("optimizer")),
             data=DataSettings(paths=paths, tokenizer=Path(tokenizer) if tokenizer else None, **data),
             out=Path(out) if out else None,
+            init_from=Path(init_from) if init_from else None,
             **values,
         )
     except FileNotFoundError as error:
@@ -146,19 +264,20 @@ def check_same_run(stored: TrainSettings, given: TrainSettings) -> None:
     """Raises ``SettingsError``, naming each field that differs, unless ``given`` continues ``stored``."""
     differing = [
         f"{name} is {then} there and {now} here"
-        for (name, then), now in zip(_flat(stored).items(), _flat(given).values(), strict=True)
+        for (name, then), now in zip(flat(stored).items(), flat(given).values(), strict=True)
         if then != now and name not in _FREE
     ]
     if differing:
         raise SettingsError(f"--resume: the run has other settings: {'; '.join(differing)}")
 
 
-def _flat(settings: object, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(settings: object, prefix: str = "") -> dict[str, Any]:
+    """Every single setting by its dotted name."""
+    found: dict[str, Any] = {}
     for field in dataclasses.fields(settings):  # type: ignore[arg-type]
         value = getattr(settings, field.name)
         if dataclasses.is_dataclass(value):
-            flat |= _flat(value, f"{prefix}{field.name}.")
+            found |= flat(value, f"{prefix}{field.name}.")
         else:
-            flat[f"{prefix}{field.name}"] = value
-    return flat
+            found[f"{prefix}{field.name}"] = value
+    return found

@@ -9,8 +9,9 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from ..data import find_sources, load_tokenizer, standard_library
+from ..data import Form, find_sources, load_tokenizer, standard_library
 from ..data import tokenize as write_tokens
+from .settings import chat_template
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class TokenizeSettings:
     """The file to write; it must not exist."""
     text_field: str = "text"
     """The field of a .jsonl line that holds the text."""
+    format: Form = "text"
+    """What .jsonl lines hold: text, completion (a prompt and a completion) or chat (messages)."""
     tokenizer: Path | None = None
     """A ``tokenizers`` JSON file. Without one, text is written as bytes."""
     separator_token: str | None = None
@@ -32,6 +35,7 @@ class TokenizeSettings:
 def tokenize(settings: TokenizeSettings) -> int:
     """Writes the file and says what is in it."""
     tokenizer = load_tokenizer(settings.tokenizer, settings.separator_token)
+    template = chat_template(settings.format, settings.tokenizer)
     sources = find_sources(settings.paths) if settings.paths else standard_library()
     with Console(stderr=True).status("tokenising") as status:
         summary = write_tokens(
@@ -39,6 +43,8 @@ def tokenize(settings: TokenizeSettings) -> int:
             settings.out,
             tokenizer,
             text_field=settings.text_field,
+            form=settings.format,
+            template=template,
             progress=lambda documents: status.update(f"tokenising: {documents:,} documents"),
         )
     print(f"{settings.out}: {summary}, vocabulary {tokenizer.vocab_size}")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import os
+import platform
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -19,39 +23,69 @@ from typing import Any, NamedTuple
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ..bigram import MAX_VOCABULARY, fit_bigram
-from ..chain import loss_fn
-from ..config import MoEConfig
-from ..data import Corpus, Data, Tokenizer, batch_at, check_vocabulary, load, load_tokenizer, windows_for_eval
+from ..budget import StepPlan, plan_step
+from ..cross_entropy import IGNORE_INDEX
+from ..data import (
+    Corpus,
+    Data,
+    Tokenizer,
+    batch_at,
+    check_vocabulary,
+    load,
+    load_tokenizer,
+    rank_rows,
+    windows_for_eval,
+)
+from ..evaluate import make_evaluate
 from ..flops import measure_matmul_rate, train_flops_per_token
 from ..generate import generate
-from ..model import Batch
+from ..memory import HOST, Copies, CudaCopies, PlanError, explain
+from ..model import Batch, init_balance
 from ..optim import GradientTransformation
 from ..optimizers import make_optimizer
+from ..parallel import Layout, PendingSave, World, from_local, local_parts, make_mesh, shard
 from ..parameters import abstract, init
-from ..state_file import StateError, load_state, save_state, write_text, writing
+from ..sharding import model_layout
+from ..state_file import STATES_FOLDER, StateError, latest_state, load_state, save_state, write_text, writing
 from ..train_step import StepMetrics, TrainState, init_state, make_train_step
 from .progress import Progress, printable, save_picture
-from .settings import SettingsError, TrainSettings, check_same_run, read_settings, resolved, to_json
+from .settings import (
+    USER_ERRORS,
+    SettingsError,
+    TrainSettings,
+    chat_template,
+    check_same_run,
+    flat,
+    read_settings,
+    resolved,
+    to_json,
+)
 
 SETTINGS_FILE = "settings.json"
 LOCK_FILE = ".lock"
 DATA_FILE = "data.json"
-STATE_FILE = "state.safetensors"
 METRICS_FILE = "metrics.jsonl"
 SAMPLE_FILE = "sample.txt"
 PICTURE_FILE = "training.png"
 
 
 class Interrupt:
-    """Notes Ctrl-C or SIGTERM, so that a run can finish its step and save; a second one ends it at once."""
+    """Notes Ctrl-C or SIGTERM, so that a run can finish its step and save; a second one ends it at once.
 
-    def __init__(self) -> None:
+    Args:
+      launched: by torchrun, which passes signals on that its processes may have got themselves, so that a second one is
+        no second wish; it kills what does not end.
+    """
+
+    def __init__(self, launched: bool = False) -> None:
         self.signal: int | None = None
+        self._launched = launched
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is not None and not self._launched:
             raise KeyboardInterrupt
         self.signal = number
 
@@ -73,46 +107,171 @@ class Evaluation(NamedTuple):
     """The held-out windows, and what a bigram model scores on them."""
 
     batches: list[Batch]
-    bigram: float | None  # nats per token; None when the vocabulary is too large for one
+    bigram: float | None  # nats per token; None when the vocabulary is too large for one, or not all is learned
 
 
-def train(settings: TrainSettings) -> int:
-    """Runs ``settings``; returns the exit status (0, 1 for a run that gave up, 128 + n when stopped by signal n)."""
-    settings = resolved(settings)
-    with _claimed(settings) as folder:
-        return _train_in(folder, settings)
+class _Run(NamedTuple):
+    """A run as one rank sees it."""
+
+    settings: TrainSettings
+    folder: Path
+    world: World
+    layout: Layout | None  # of the parameters; None in a process by itself
+    optimizer: GradientTransformation
+    planned: StepPlan | None  # what the step does to keep the budgets, if there are any
 
 
-def _train_in(folder: Path, settings: TrainSettings) -> int:
-    tokenizer = load_tokenizer(settings.data.tokenizer, settings.data.separator_token)
-    data = load(settings.data.paths, folder, tokenizer=tokenizer, text_field=settings.data.text_field)
-    check_vocabulary("the data", data.train.vocab_size, settings.model.vocab_size)
-    evaluation = _evaluation(data, settings)
-    state, first_records = _resumed(settings, folder, data) if settings.resume else (_begun(settings, folder, data), [])
-    progress = Progress(settings.steps, train_flops_per_token(settings.model, settings.seq_len))
+def train(settings: TrainSettings, world: World | None = None) -> int:
+    """Runs ``settings``; returns the exit status (0, 1 for a run that gave up, 128 + n when stopped by signal n).
+
+    Args:
+      settings: of the run.
+      world: the ranks, each of which calls this; by default this process by itself.
+
+    Raises:
+      SettingsError, DataError, StateError, CheckpointError: whatever the user can mend, in a process by itself.
+      RankError: the same over ranks, on each of them; also when the ranks disagree.
+      CollectiveError: a peer died or hangs.
+    """
+    settings, world = resolved(settings), world or World()
+    world.agree({**flat(settings), **_versions()})
+    world.together("the mesh", lambda: _check_ranks(settings, world), *USER_ERRORS)
+    layout = None
+    if world.control is not None:
+        layout = model_layout(settings.model, make_mesh(settings.fsdp, settings.ep, settings.replicate))
+    optimizer = make_optimizer(settings.model, settings.optimizer, settings.steps, layout=layout)
+    planned = None
+    if settings.budgets:
+        planned = world.together("the budget", lambda: _planned(settings, world, layout, optimizer), *USER_ERRORS)
+    with contextlib.ExitStack() as stack:
+        folder = world.from_first("the folder", lambda: stack.enter_context(_claimed(settings)), *USER_ERRORS)
+        return _train(_Run(settings, folder, world, layout, optimizer, planned))
+
+
+def _planned(
+    settings: TrainSettings, world: World, layout: Layout | None, optimizer: GradientTransformation
+) -> StepPlan:
+    """A step within the budgets, planned on a state and a batch of the run's shapes; no schedule asks for more."""
+    model, generator = settings.model, torch.Generator().manual_seed(settings.seed)
+    params = abstract(model) if layout is None else shard(abstract(model), layout)
+
+    def like(leaf: Tensor) -> Tensor:
+        # About as large as initial ones, so that routers spread the tokens.
+        return (0.02 * torch.randn(leaf.shape, generator=generator)).to(world.device)
+
+    drawn = pytree.tree_map(like, local_parts(params))
+    state = init_state(drawn if layout is None else from_local(drawn, layout), optimizer, model)
+    rows = rank_rows(settings.batch_size, world.rank, world.size)
+    tokens = torch.randint(model.vocab_size, (rows.stop - rows.start, settings.seq_len), generator=generator)
+    tokens = tokens.to(world.device)
+    batch = {"tokens": tokens, "targets": tokens, "segment_ids": torch.ones_like(tokens)}
+    try:
+        return plan_step(
+            model,
+            optimizer,
+            state,
+            batch,
+            _pinnable(settings.budgets, world.device),
+            layout=layout,
+            accumulate=settings.accumulate,
+            copies=_copies(world.device),
+            gather=functools.partial(world.gather, "measurements"),
+        )
+    except PlanError as error:
+        raise SettingsError(f"--hbm-budget {settings.hbm_budget}: {error}") from error
+
+
+def _copies(device: torch.device) -> Copies | None:
+    return CudaCopies() if device.type == "cuda" else None
+
+
+def _pinnable(budgets: dict[str, int], device: torch.device) -> dict[str, int]:
+    """Torch rounds pinned memory up to a power of two: no more than the largest within the budget."""
+    if device.type != "cuda" or HOST not in budgets:
+        return budgets
+    return {**budgets, HOST: 1 << (budgets[HOST].bit_length() - 1)}
+
+
+def _versions() -> dict[str, str]:
+    """What the ranks must run alike, besides the settings."""
+    try:
+        own = version("functional_moe")
+    except PackageNotFoundError:
+        own = "a checkout that is not installed"
+    return {"the version of python": platform.python_version(), "of torch": torch.__version__, "of functional_moe": own}
+
+
+def _check_ranks(settings: TrainSettings, world: World) -> None:
+    mesh = f"--replicate {settings.replicate} x --fsdp {settings.fsdp} x --ep {settings.ep}"
+    if settings.ranks == world.size:
+        return
+    if world.control is None:
+        raise SettingsError(
+            f"{mesh} is {settings.ranks} processes, and this is one by itself; start it with: torchrun "
+            f"--nproc-per-node {settings.ranks} -m functional_moe train ..."
+        )
+    raise SettingsError(f"{mesh} is {settings.ranks} processes, torchrun started {world.size}")
+
+
+def _train(run: _Run) -> int:
+    settings, folder, world, *_ = run
+    tokenizer, data = _read_data(run)
+    evaluation = world.together("the data", lambda: _evaluation(data, run), *USER_ERRORS)
+    world.agree({"the data": data.train.fingerprint, "the tokenizer": data.train.tokenizer})
+    state, first_records = _resumed(run, data) if settings.resume else (_begun(run, data), [])
+    progress = Progress(settings.steps, train_flops_per_token(settings.model, settings.seq_len), quiet=not world.leads)
     progress.say(f"data: {data.summary}")
     progress.say(
         f"model: {settings.preset}, {settings.model.num_params:,} parameters, "
         f"{settings.model.num_active_params:,} active; run: {folder}"
     )
-    progress.start(measure_matmul_rate(settings.model.dtype))
+    if run.planned is not None:
+        progress.say(explain(run.planned.plan))
+    if world.leads:
+        progress.start(measure_matmul_rate(settings.model.dtype, world.device), world.size)
 
-    interrupt = Interrupt()
-    with interrupt.noted(), _Log(folder, first_records) as log, progress:
-        state, refused = _loop(settings, folder, state, data.train, evaluation, interrupt, log, progress)
-    if refused:
-        last = int(state.step)
+    interrupt = Interrupt(world.control is not None)
+    with interrupt.noted(), contextlib.ExitStack() as stack:
+        log = stack.enter_context(_Log(folder, first_records)) if world.leads else None
+        stack.enter_context(progress)
+        ended = _loop(run, state, data.train, evaluation, interrupt, log, progress)
+    last = int(ended.state.step)
+    if ended.gave_up:
         progress.say(
             f"stopped at step {last}: the loss or the gradient norm was not finite in {settings.max_refused} steps in "
             f"a row, from step {last - settings.max_refused + 1} on; the state before them is kept in "
-            f"{folder / STATE_FILE}"
+            f"{folder / STATES_FOLDER}"
         )
         return 1
-    if int(state.step) < settings.steps:
-        progress.say(f"stopped at step {int(state.step)} of {settings.steps}; --out {folder} --resume goes on")
-        return 0 if interrupt.signal is None else 128 + interrupt.signal
-    _finish(settings, folder, state, tokenizer, evaluation, progress)
+    if last < settings.steps:
+        progress.say(f"stopped at step {last} of {settings.steps}; --out {folder} --resume goes on")
+        return 0 if ended.signal == 0 else 128 + ended.signal
+    if world.leads:
+        _finish(run, ended.state, tokenizer, evaluation, progress)
     return 0
+
+
+def _read_data(run: _Run) -> tuple[Tokenizer, Data]:
+    """Rank 0 reads first, because it may write the tokenised text that the others then open."""
+    data = run.settings.data
+
+    def read() -> tuple[Tokenizer, Data]:
+        tokenizer = load_tokenizer(data.tokenizer, data.separator_token)
+        if run.settings.init_from is not None and not run.settings.resume:
+            check_tokenizer(run.settings.init_from, tokenizer)
+        found = load(
+            data.paths,
+            run.folder,
+            tokenizer=tokenizer,
+            text_field=data.text_field,
+            form=data.format,
+            template=chat_template(data.format, data.tokenizer),
+        )
+        check_vocabulary("the data", found.train.vocab_size, run.settings.model.vocab_size)
+        return tokenizer, found
+
+    first = run.world.together("the data", lambda: read() if run.world.leads else None, *USER_ERRORS)
+    return run.world.together("the data", lambda: first or read(), *USER_ERRORS)
 
 
 @contextlib.contextmanager
@@ -122,6 +281,8 @@ def _claimed(settings: TrainSettings) -> Iterator[Path]:
         if settings.out is None:
             raise SettingsError("--resume: say which run with --out")
         check_same_run(read_settings(settings.out / SETTINGS_FILE), settings)
+        if not read_identity(settings.out)["fingerprint"]:
+            raise SettingsError(f"--resume: the run {settings.out} has no steps to resume; start with --init-from")
         candidates: Iterable[Path] = (settings.out,)
     elif settings.out is not None:
         candidates = (settings.out,)
@@ -150,31 +311,66 @@ def _claimed(settings: TrainSettings) -> Iterator[Path]:
             )
 
 
-def _begun(settings: TrainSettings, folder: Path, data: Data) -> TrainState:
+def _begun(run: _Run, data: Data) -> TrainState:
     """A new run. Its settings are written last: a folder with them in it holds a run that can be resumed."""
-    state = init_state(init(settings.model, settings.seed), _optimizer(settings), settings.model)
+    settings, folder, world = run.settings, run.folder, run.world
     identity = {
         "fingerprint": data.train.fingerprint,
         "tokenizer": data.train.tokenizer,
         "summary": str(data.summary),
     }
-    write_text(folder / DATA_FILE, json.dumps(identity, indent=2) + "\n")
-    save_state(folder / STATE_FILE, state)
-    write_text(folder / SETTINGS_FILE, to_json(dataclasses.replace(settings, out=folder)))
+
+    def describe() -> None:
+        # A start that was killed may have left a state, but no settings: that was no run.
+        shutil.rmtree(folder / STATES_FOLDER, ignore_errors=True)
+        write_text(folder / DATA_FILE, json.dumps(identity, indent=2) + "\n")
+
+    state = _first_state(run)
+    world.from_first("the new run", describe, *USER_ERRORS)
+    save_state(folder, 0, state, settings.model).wait()
+    described = to_json(dataclasses.replace(settings, out=folder))
+    world.from_first("the new run", lambda: write_text(folder / SETTINGS_FILE, described), *USER_ERRORS)
     return state
 
 
-def _resumed(settings: TrainSettings, folder: Path, data: Data) -> tuple[TrainState, list[dict[str, Any]]]:
-    """The state of a run and the metrics of the steps before it."""
-    identity = read_identity(folder)
-    if identity["fingerprint"] != data.train.fingerprint:
-        raise SettingsError(
-            f"--resume: the data has changed since the run began: then {identity['summary']}; now {data.summary}; "
-            "restore it or start a new run"
-        )
-    template = init_state(abstract(settings.model), _optimizer(settings), settings.model)
-    state = load_state(folder / STATE_FILE, template)
-    return state, _read_records(folder / METRICS_FILE, int(state.step))
+def _first_state(run: _Run) -> TrainState:
+    """Random parameters, or those of another run with its routers' selection bias."""
+    model, start = run.settings.model, run.settings.init_from
+    if start is None:
+        return init_state(init(model, run.settings.seed, layout=run.layout), run.optimizer, model)
+    params = abstract(model)
+    params = params if run.layout is None else shard(params, run.layout)
+    template: dict[str, Any] = {"params": params, "balance": init_balance(model)}
+    checkpoint = run.world.from_first("the state", lambda: latest_state(start), *USER_ERRORS)
+    # As the model it was; the leaves' shapes are compared with this one's.
+    was = run.world.together("the model", lambda: read_settings(start / SETTINGS_FILE).model, *USER_ERRORS)
+    stored = load_state(checkpoint, template, was, partial=True)
+    return init_state(stored["params"], run.optimizer, model)._replace(balance=stored["balance"].to(run.world.device))
+
+
+def _resumed(run: _Run, data: Data) -> tuple[TrainState, list[dict[str, Any]]]:
+    """The state of a run and, on rank 0, the metrics of the steps before it."""
+    folder, model, world = run.folder, run.settings.model, run.world
+
+    def check() -> None:
+        identity = read_identity(folder)
+        if identity["fingerprint"] != data.train.fingerprint:
+            raise SettingsError(
+                f"--resume: the data has changed since the run began: then {identity['summary']}; now {data.summary}; "
+                "restore it or start a new run"
+            )
+
+    world.together("the run", check, *USER_ERRORS)
+    checkpoint = world.from_first("the state", lambda: latest_state(folder), *USER_ERRORS)
+    params = abstract(model)
+    params = params if run.layout is None else shard(params, run.layout)
+    state = load_state(checkpoint, init_state(params, run.optimizer, model), model)
+    state = state._replace(step=state.step.to(world.device), balance=state.balance.to(world.device))
+    steps = int(state.step)
+    read = world.together(
+        "the metrics", lambda: _read_records(folder / METRICS_FILE, steps) if world.leads else [], *USER_ERRORS
+    )
+    return state, read
 
 
 def read_identity(folder: Path) -> dict[str, str]:
@@ -191,68 +387,130 @@ def read_identity(folder: Path) -> dict[str, str]:
         raise StateError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def _optimizer(settings: TrainSettings) -> GradientTransformation:
-    return make_optimizer(settings.model, settings.optimizer, settings.steps)
+def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raises ``SettingsError`` when ``tokenizer`` is not the one whose tokens the run in ``folder`` has learned."""
+    learned = read_identity(folder)["tokenizer"]
+    if tokenizer.fingerprint != learned:
+        raise SettingsError(
+            f"the run {folder} learned the tokens of {learned}, but the tokenizer is now {tokenizer.fingerprint}: "
+            "restore the tokenizer"
+        )
 
 
-def _evaluation(data: Data, settings: TrainSettings) -> Evaluation:
+def _evaluation(data: Data, run: _Run) -> Evaluation:
+    settings = run.settings
     batches: list[Batch] = list(
-        windows_for_eval(data.held_out, settings.eval_windows, seq_len=settings.seq_len, batch_size=settings.batch_size)
+        # As many at once as a microbatch has, so that they take no more memory than a step.
+        windows_for_eval(
+            data.held_out,
+            settings.eval_windows,
+            seq_len=settings.seq_len,
+            batch_size=settings.batch_size // settings.accumulate,
+        )
     )
     # Asked for here, so that a corpus shorter than a window is refused before anything is computed.
     batch_at(data.train, 0, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=settings.seed)
-    if data.train.vocab_size > MAX_VOCABULARY:
+    if not any(_targets(batch) for batch in batches):
+        raise SettingsError(
+            "the held-out windows have no token to be learned: give more examples, or a longer --seq-len"
+        )
+    if data.train.is_marked or data.train.vocab_size > MAX_VOCABULARY or not run.world.leads:
         return Evaluation(batches, None)
     bigram = fit_bigram(data.train)
-    return Evaluation(batches, _mean([(float(bigram.loss(b["tokens"], b["targets"])), b) for b in batches]))
+    losses = [(float(bigram.loss(b["tokens"], b["targets"])), b["targets"].numel()) for b in batches]
+    # All targets count, as packed text has none to ignore.
+    return Evaluation(batches, sum(loss * count for loss, count in losses) / sum(count for _, count in losses))
 
 
-def _mean(losses: list[tuple[float, Batch]]) -> float:
-    """The mean over tokens of batches' means; all their targets count, as packed text has none to ignore."""
-    return sum(loss * batch["targets"].numel() for loss, batch in losses) / sum(
-        batch["targets"].numel() for _, batch in losses
-    )
+def _targets(batch: Batch) -> int:
+    return int((batch["targets"] != IGNORE_INDEX).sum())
 
 
-def evaluate(state: TrainState, batches: list[Batch], config: MoEConfig) -> float:
-    """Mean nats per token on ``batches``. Changes nothing."""
-    with torch.no_grad():
-        return _mean([(float(loss_fn(state.params, state.balance, b, config)[1].loss), b) for b in batches])
+class _Ended(NamedTuple):
+    """How the steps ended, alike on every rank."""
+
+    state: TrainState
+    gave_up: bool = False  # too many refused steps
+    signal: int = 0  # that stopped them
 
 
 def _loop(
-    settings: TrainSettings,
-    folder: Path,
+    run: _Run,
     state: TrainState,
     corpus: Corpus,
     evaluation: Evaluation,
     interrupt: Interrupt,
-    log: _Log,
+    log: _Log | None,
     progress: Progress,
-) -> tuple[TrainState, bool]:
-    """Steps until the end, an interrupt or too many refused steps; says whether it was the last."""
-    step_fn = make_train_step(settings.model, _optimizer(settings), accumulate=settings.accumulate)
+) -> _Ended:
+    """Steps until the end, an interrupt or too many refused steps; the last state is on the disk."""
+    settings, folder, world, layout, optimizer, planned = run
+    step_fn = make_train_step(
+        settings.model,
+        optimizer,
+        layout=layout,
+        schedule=None if planned is None else planned.plan.schedule,
+        slabs=None if planned is None else planned.slabs,
+        copies=_copies(world.device),
+        accumulate=settings.accumulate,
+    )
+    evaluate = make_evaluate(settings.model, layout)
     last = settings.steps if settings.stop_after is None else min(settings.steps, settings.stop_after)
-    refused = 0
+    refused, saving = 0, _Saving()
     for step in range(int(state.step), last):
         start = time.perf_counter()
-        batch = batch_at(corpus, step, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=settings.seed)
-        state, metrics = step_fn(state, batch)
+        batch = batch_at(
+            corpus,
+            step,
+            batch_size=settings.batch_size,
+            seq_len=settings.seq_len,
+            seed=settings.seed,
+            rank=world.rank,
+            world_size=world.size,
+        )
+        state, metrics = step_fn(state, {name: value.to(world.device) for name, value in batch.items()})
         record = _record(step + 1, metrics)
         seconds = time.perf_counter() - start
         refused = 0 if record["finite"] else refused + 1
         done = step + 1
         if done % settings.eval_every == 0 or done == settings.steps:
-            record["held_out_loss"] = evaluate(state, evaluation.batches, settings.model)
-        log.write(record, seconds)
+            record["held_out_loss"] = evaluate(state, evaluation.batches)
+        if log is not None:
+            log.write(record, seconds)
         progress.step(record, seconds, evaluation.bigram)
-        gave_up, stopped = refused >= settings.max_refused, interrupt.signal is not None
-        if done % settings.save_every == 0 or done == last or gave_up or stopped:
-            log.sync()
-            save_state(folder / STATE_FILE, state)
-        if gave_up or stopped:
-            return state, gave_up
-    return state, False
+        # A signal that one rank got stops all at this step; a save that failed is known to some ranks before others.
+        signal_number, save_failed = world.largest("signals", interrupt.signal or 0, saving.failed)
+        if save_failed:
+            saving.wait()
+        gave_up = refused >= settings.max_refused
+        ends = done == last or gave_up or signal_number != 0
+        if ends or done % settings.save_every == 0:
+            if log is not None:
+                log.sync()
+            saving.begin(folder, done, state, settings)
+        if ends:
+            saving.wait()
+        if gave_up or signal_number:
+            return _Ended(state, gave_up, signal_number)
+    return _Ended(state)
+
+
+class _Saving:
+    """The save that is under way while steps go on."""
+
+    def __init__(self) -> None:
+        self._pending: PendingSave | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self._pending is not None and self._pending.failed
+
+    def begin(self, folder: Path, step: int, state: TrainState, settings: TrainSettings) -> None:
+        self._pending = save_state(folder, step, state, settings.model)
+
+    def wait(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
 
 
 def _record(step: int, metrics: StepMetrics) -> dict[str, Any]:
@@ -354,21 +612,15 @@ def _read_records(path: Path, steps: int) -> list[dict[str, Any]]:
     return records
 
 
-def _finish(
-    settings: TrainSettings,
-    folder: Path,
-    state: TrainState,
-    tokenizer: Tokenizer,
-    evaluation: Evaluation,
-    progress: Progress,
-) -> None:
-    """The verdict, a sample and a picture."""
+def _finish(run: _Run, state: TrainState, tokenizer: Tokenizer, evaluation: Evaluation, progress: Progress) -> None:
+    """The verdict, a picture, and a sample where this process has the whole model."""
+    settings, folder, _, layout, *_ = run
     records = _read_records(folder / METRICS_FILE, settings.steps)
     loss = records[-1]["held_out_loss"]
     progress.say(f"held-out loss {loss:.3f} nats per token")
     if evaluation.bigram is not None:
         progress.say(f"a bigram model of the same text: {evaluation.bigram:.3f}, {evaluation.bigram - loss:+.3f} away")
-    if settings.sample_tokens:
+    if settings.sample_tokens and layout is None:
         room = settings.model.max_position_embeddings - 1
         tokens = generate(
             state.params,

@@ -9,6 +9,7 @@
 from ._binary import Header, TokenDocument, TokenFile, open_tokens, write_tokens
 from ._corpus import Corpus, make_corpus, split
 from ._errors import DataError
+from ._examples import ChatTemplate, Form, Span, Template, read_examples
 from ._load import Data, Summary, load, tokenize
 from ._sources import Sources, TextDocument, find_sources, read_documents, standard_library
 from ._tokenizer import (
@@ -22,13 +23,17 @@ from ._windows import batch_at, rank_rows, windows_for_eval
 
 __all__ = [
     "ByteTokenizer",
+    "ChatTemplate",
     "Corpus",
     "Data",
     "DataError",
+    "Form",
     "Header",
     "JsonTokenizer",
     "Sources",
+    "Span",
     "Summary",
+    "Template",
     "TextDocument",
     "TokenDocument",
     "TokenFile",
@@ -42,6 +47,7 @@ __all__ = [
     "open_tokens",
     "rank_rows",
     "read_documents",
+    "read_examples",
     "split",
     "standard_library",
     "tokenize",

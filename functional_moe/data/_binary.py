@@ -8,7 +8,8 @@ Layout, little-endian::
     ...     zeros up to a multiple of 8
     ...     offsets: num_documents + 1 of uint64; document i is tokens[offsets[i]:offsets[i + 1]]
 
-Each document is the separator followed by its tokens. The header has a fixed place so that a writer can
+Each document is the separator followed by its tokens. In a marked file the highest bit of a token says that it is
+read but not learned, as the prompt of an example is. The header has a fixed place so that a writer can
 stream the tokens first and say how many there were at the end.
 """
 
@@ -27,7 +28,9 @@ from numpy.typing import NDArray
 
 from ._errors import DataError
 
-VERSION = 1
+VERSION = 2
+UNLEARNED = 1 << 31
+"""The bit of a token that is no target, in pieces and in marked files."""
 _MAGIC = b"FMOETOK\n"
 _HEADER_BYTES = 4096
 _DTYPES: dict[str, np.dtype[np.unsignedinteger[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -52,6 +55,7 @@ class Header(NamedTuple):
         num_empty: Documents without text, which are left out.
         tokenizer: Fingerprint of the tokenizer that made the ids.
         fingerprint: Hash of tokens and offsets; names the data, is not checked on opening.
+        marked: Tokens are uint32 and may carry the bit ``UNLEARNED``.
     """
 
     version: int
@@ -64,6 +68,7 @@ class Header(NamedTuple):
     num_empty: int
     tokenizer: str
     fingerprint: str
+    marked: bool = False
 
 
 class TokenFile(NamedTuple):
@@ -97,6 +102,7 @@ def write_tokens(
     separator: int,
     tokenizer: str,
     num_files: int = 0,
+    marked: bool = False,
 ) -> Header:
     """Write documents to ``path``, streaming; the file appears complete or not at all.
 
@@ -107,6 +113,7 @@ def write_tokens(
         separator: Put before each document.
         tokenizer: Fingerprint for the header.
         num_files: Text files the documents come from, for the header.
+        marked: Pieces may carry the bit ``UNLEARNED``.
 
     Returns:
         The header of the file.
@@ -115,7 +122,7 @@ def write_tokens(
         DataError: The disk is full or the folder not writable, an id is outside the vocabulary or the
             separator, or no document has a token. ``path`` is then as it was before.
     """
-    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    dtype = "uint16" if vocab_size <= 1 << 16 and not marked else "uint32"
     partial: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +136,7 @@ def write_tokens(
                 stream,
                 offsets,
                 documents,
-                Header(VERSION, dtype, vocab_size, separator, 0, 0, num_files, 0, tokenizer, ""),
+                Header(VERSION, dtype, vocab_size, separator, 0, 0, num_files, 0, tokenizer, "", marked),
             )
             if not header.num_documents:
                 raise DataError(
@@ -236,13 +243,14 @@ def _append_offsets(stream: BinaryIO, offsets: BinaryIO) -> None:
 
 
 def _check_piece(name: str, piece: NDArray[np.uint32], header: Header) -> None:
-    largest = int(piece.max())
+    largest = int((piece & np.uint32(UNLEARNED - 1)).max() if header.marked else piece.max())
     if largest >= header.vocab_size:
         raise DataError(
             f"{name}: token id {largest} is outside the vocabulary of {header.vocab_size}; "
             "the tokenizer and the vocabulary do not belong together"
         )
-    if (piece == header.separator).any():
+    # A chat template may write it; the offsets say where documents end.
+    if not header.marked and (piece == header.separator).any():
         raise DataError(f"{name}: its text is encoded to the separator {header.separator}; choose another one")
 
 
@@ -284,6 +292,11 @@ def _check_header(path: Path, header: Header) -> None:
         raise DataError(
             f"{path}: header field vocab_size is {header.vocab_size!r:.60}, "
             f"{header.dtype} holds 1 to {largest_vocabulary[header.dtype]}"
+        )
+    if header.marked and (header.dtype != "uint32" or header.vocab_size > UNLEARNED):
+        raise DataError(
+            f"{path}: header field marked is True with dtype {header.dtype} and vocab_size {header.vocab_size}; "
+            f"marks need uint32 and at most {UNLEARNED}"
         )
     if not 0 <= header.separator < header.vocab_size:
         raise DataError(

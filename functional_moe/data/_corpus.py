@@ -42,6 +42,11 @@ class Corpus:
         return self.files[0].header.separator
 
     @property
+    def is_marked(self) -> bool:
+        """Some tokens may be read without being learned."""
+        return any(file.header.marked for file in self.files)
+
+    @property
     def tokenizer(self) -> str:
         """Fingerprint of the tokenizer."""
         return self.files[0].header.tokenizer

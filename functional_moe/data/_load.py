@@ -9,8 +9,9 @@ from typing import NamedTuple
 from ._binary import VERSION, Header, TokenDocument, TokenFile, open_tokens, write_tokens
 from ._corpus import Corpus, make_corpus, split
 from ._errors import DataError
+from ._examples import Form, Template, encode_spans, read_examples
 from ._sources import Sources, find_sources, read_documents, standard_library
-from ._tokenizer import ByteTokenizer, Tokenizer
+from ._tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 
 
 class Summary(NamedTuple):
@@ -57,6 +58,8 @@ def load(
     *,
     tokenizer: Tokenizer | None = None,
     text_field: str = "text",
+    form: Form = "text",
+    template: Template | None = None,
 ) -> Data:
     """Open the data of a run.
 
@@ -70,6 +73,8 @@ def load(
         tokenizer: For the text; tokenised files must have been made with the same. None is bytes for text,
             and whatever they were made with for tokenised files.
         text_field: Where a line of a ``.jsonl`` has its text.
+        form: What the lines of a ``.jsonl`` are; of other than text, only answers are learned.
+        template: Writes conversations, for ``form="chat"``.
 
     Raises:
         DataError: Anything is wrong with the data; see ``find_sources``, ``tokenize``, ``open_tokens``,
@@ -81,9 +86,9 @@ def load(
     files: list[TokenFile] = []
     if sources.texts:
         encoder = tokenizer or ByteTokenizer()
-        path = Path(cache) / f"corpus-{_identity(sources, encoder, text_field)}.bin"
+        path = Path(cache) / f"corpus-{_identity(sources, encoder, text_field, form, template)}.bin"
         if not path.exists():
-            _write(sources, path, encoder, text_field, None)
+            _write(sources, path, encoder, text_field, form, template, None)
         files.append(open_tokens(path))
     files += map(open_tokens, sources.tokens)
     if tokenizer is not None:
@@ -110,6 +115,8 @@ def tokenize(
     tokenizer: Tokenizer,
     *,
     text_field: str = "text",
+    form: Form = "text",
+    template: Template | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Summary:
     """Write the text of ``sources`` as a tokenised file, streaming.
@@ -121,6 +128,8 @@ def tokenize(
         out_path: A ``.bin`` that does not exist yet.
         tokenizer: What makes the ids.
         text_field: Where a line of a ``.jsonl`` has its text.
+        form: As for ``load``.
+        template: As for ``load``.
         progress: Called after each document with the number of documents read so far.
 
     Returns:
@@ -137,7 +146,7 @@ def tokenize(
         raise DataError(f"{out_path} exists; remove it or choose another name")
     if sources.tokens:
         raise DataError(f"{sources.tokens[0]} is tokenised already; give text")
-    header = _write(sources, out_path, tokenizer, text_field, progress)
+    header = _write(sources, out_path, tokenizer, text_field, form, template, progress)
     return Summary(header.num_files, header.num_documents, header.num_tokens, header.num_empty, sources.num_ignored)
 
 
@@ -146,11 +155,25 @@ def _write(
     path: Path,
     tokenizer: Tokenizer,
     text_field: str,
+    form: Form,
+    template: Template | None,
     progress: Callable[[int], None] | None,
 ) -> Header:
-    def documents() -> Iterator[TokenDocument]:
-        for count, document in enumerate(read_documents(sources.texts, text_field), start=1):
+    def plain() -> Iterator[TokenDocument]:
+        for document in read_documents(sources.texts, text_field):
             yield TokenDocument(document.name, tokenizer.encode_pieces(document.pieces))
+
+    def examples() -> Iterator[TokenDocument]:
+        encode = tokenizer.encode
+        special_tokens: tuple[str, ...] = ()
+        if template is not None and isinstance(tokenizer, JsonTokenizer):
+            encode, special_tokens = tokenizer.encode_special, tokenizer.special_tokens
+        for name, spans in read_examples(sources.texts, form, template, special_tokens):
+            yield TokenDocument(name, iter((encode_spans(spans, encode),)))
+
+    def documents() -> Iterator[TokenDocument]:
+        for count, document in enumerate(plain() if form == "text" else examples(), start=1):
+            yield document
             if progress is not None:
                 progress(count)
 
@@ -161,13 +184,15 @@ def _write(
         separator=tokenizer.separator,
         tokenizer=tokenizer.fingerprint,
         num_files=len(sources.texts),
+        marked=form != "text",
     )
 
 
-def _identity(sources: Sources, tokenizer: Tokenizer, text_field: str) -> str:
+def _identity(sources: Sources, tokenizer: Tokenizer, text_field: str, form: Form, template: Template | None) -> str:
     """Names the tokenised form of text files without reading them."""
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(json.dumps([VERSION, tokenizer.fingerprint, text_field]).encode())
+    written = None if template is None else template.fingerprint
+    digest.update(json.dumps([VERSION, tokenizer.fingerprint, text_field, form, written]).encode())
     for path in sources.texts:
         try:
             status = path.stat()

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from ._errors import DataError
 
@@ -195,15 +195,25 @@ def _read_text(path: Path) -> Iterator[str]:
 
 
 def _read_lines(path: Path, text_field: str) -> Iterator[TextDocument]:
+    for name, fields in read_lines(path):
+        yield TextDocument(name, iter(() if fields is None else (text_of(name, fields, text_field),)))
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """The name (file:line) and the JSON value of each line of a ``.jsonl``; None of a line without text.
+
+    Raises:
+        DataError: While iterating: the file cannot be read, or a line is not UTF-8 or not JSON.
+    """
     with _reading(path) as stream:
         position = 0
         for number, line in enumerate(stream, start=1):
             name = f"{path}:{number}"
-            yield TextDocument(name, iter((_line_text(name, line, position, text_field),)))
+            yield name, _line_value(name, line, position)
             position += len(line)
 
 
-def _line_text(name: str, line: bytes, position: int, text_field: str) -> str:
+def _line_value(name: str, line: bytes, position: int) -> Any:
     try:
         decoded = line.decode()
     except UnicodeDecodeError as error:
@@ -211,11 +221,19 @@ def _line_text(name: str, line: bytes, position: int, text_field: str) -> str:
             f"{name} is not UTF-8 at byte {position + error.start} of the file; convert it to UTF-8"
         ) from error
     if not decoded.strip():
-        return ""
+        return None
     try:
-        fields = json.loads(decoded)
+        return json.loads(decoded)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{name} is not JSON: {error}") from error
+
+
+def text_of(name: str, fields: Any, text_field: str) -> str:
+    """The text in a field of a line.
+
+    Raises:
+        DataError: There is no such field, or something else in it.
+    """
     text = fields.get(text_field) if isinstance(fields, dict) else None
     if not isinstance(text, str):
         if isinstance(fields, dict) and text_field in fields:

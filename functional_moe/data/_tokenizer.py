@@ -121,6 +121,20 @@ class JsonTokenizer:
         """Token ids of ``text``: uint32 [tokens], without the tokens a template would add."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
+    def encode_special(self, text: str) -> NDArray[np.uint32]:
+        """Token ids of a text whose special tokens are meant as such, as in what a chat template writes."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The spelling of each."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
+
     def encode_pieces(self, pieces: Iterable[str]) -> Iterator[NDArray[np.uint32]]:
         """Token ids of one document, in parts of about a million characters cut at line breaks."""
         return map(self.encode, _cut_at_line_breaks(pieces, _CHARACTERS_PER_CALL))

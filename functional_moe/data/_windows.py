@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..cross_entropy import IGNORE_INDEX
+from ._binary import UNLEARNED
 from ._corpus import Corpus
 from ._errors import DataError
 from ._permutation import permute
@@ -56,9 +58,9 @@ def batch_at(
         world_size: Ranks among which the rows are divided.
 
     Returns:
-        ``tokens`` int64 [rows, seq_len]; ``targets`` int64 [rows, seq_len], the next token of each;
-        ``segment_ids`` int32 [rows, seq_len], 1, 2, ... for the documents in a row in their order.
-        Packed text has no padding, so no target is ignored.
+        ``tokens`` int64 [rows, seq_len]; ``targets`` int64 [rows, seq_len], the next token of each, or -100 where
+        a marked file says that it is not learned; ``segment_ids`` int32 [rows, seq_len], 1, 2, ... for the documents
+        in a row in their order. Packed text has no padding.
 
     Raises:
         DataError: An argument is out of range, the corpus is shorter than a window, or the file holds a token
@@ -193,12 +195,16 @@ def _row(corpus: Corpus, position: int, seq_len: int, seed: int | None) -> dict[
         taken = int(pieces.lengths.sum())
         position += taken
         remaining -= taken
-    stream = torch.from_numpy(np.concatenate(tokens))
+    marked = np.concatenate(tokens)
+    stream = torch.from_numpy(marked & (UNLEARNED - 1)) if corpus.is_marked else torch.from_numpy(marked)
+    # A copy: two views of one storage would surprise whoever changes one of them in place.
+    targets = stream[None, 1:].clone()
+    if corpus.is_marked:
+        targets[torch.from_numpy(marked >= UNLEARNED)[None, 1:]] = IGNORE_INDEX
     segments = (np.concatenate(ordinals)[:-1] + 1).astype(np.int32)
     return {
         "tokens": stream[None, :-1],
-        # A copy: two views of one storage would surprise whoever changes one of them in place.
-        "targets": stream[None, 1:].clone(),
+        "targets": targets,
         "segment_ids": torch.from_numpy(segments)[None],
     }
 
@@ -257,7 +263,7 @@ def _lengths(corpus: Corpus, documents: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _read(corpus: Corpus, pieces: _Pieces) -> NDArray[np.int64]:
-    """int64 [tokens]: the tokens of the pieces, checked."""
+    """int64 [tokens]: the tokens of the pieces, checked; with the bit ``UNLEARNED`` in a marked file."""
     file_of = np.searchsorted(corpus.first_documents, pieces.documents, side="right") - 1
     local = pieces.documents - corpus.first_documents[file_of]
     out = np.empty(int(pieces.lengths.sum()), np.int64)
@@ -276,8 +282,9 @@ def _read(corpus: Corpus, pieces: _Pieces) -> NDArray[np.int64]:
             )
         out[at : at + length] = part
         at += length
-    if out.size and int(out.max()) >= corpus.vocab_size:
-        _raise_outside(corpus, int(out.max()))
+    ids = out & (UNLEARNED - 1) if corpus.is_marked else out
+    if out.size and int(ids.max()) >= corpus.vocab_size:
+        _raise_outside(corpus, int(ids.max()))
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -26,6 +27,7 @@ from functional_moe.attention import (
 )
 from functional_moe.chain import logits, loss_fn
 from functional_moe.model import IGNORE_INDEX
+from functional_moe.tree import named_leaves
 
 # fp64: the same sums in another order, through a few layers.
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -44,6 +46,24 @@ def test_rotary_tables_are_exact_at_long_positions(make_config):
         angle = 8191 * 10_000.0 ** (-2 * i / 64)
         assert abs(float(cos[0, i]) - math.cos(angle)) < 1e-6
         assert abs(float(sin[0, i]) - math.sin(angle)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options", [{"qk_norm_over_heads": True}, {"clip_qkv": 0.7}, {"qk_norm_over_heads": True, "clip_qkv": 0.7}, {}]
+)
+def test_fused_and_reference_kernels_agree_on_every_option(make_config, make_params, make_balance, make_batch, options):
+    config = make_config(compute_dtype="float64", attention_output_bias=True, **options)
+    params, balance, batch = make_params(config), make_balance(config), make_batch(config)
+
+    def value_and_gradient(kernels):
+        return torch.func.grad_and_value(lambda p: loss_fn(p, balance, batch, config, kernels=kernels)[0])(params)
+
+    (fused, fused_loss), (reference, reference_loss) = value_and_gradient("fused"), value_and_gradient("reference")
+    torch.testing.assert_close(fused_loss, reference_loss, **EXACT)
+    torch.testing.assert_close(named_leaves(fused), named_leaves(reference), **EXACT)
+    if config.clip_qkv:
+        unbound, _ = loss_fn(params, balance, batch, dataclasses.replace(config, clip_qkv=None))
+        assert abs(float(unbound - fused_loss)) > 1e-3
 
 
 @pytest.mark.parametrize("compute_dtype", ["bfloat16", "float32", "float64"])

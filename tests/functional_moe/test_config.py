@@ -55,6 +55,8 @@ IMPOSSIBLE = [
     ("partial_rotary_factor", 0.5, {}),  # 3 of 6
     ("partial_rotary_factor", 0.1, {}),  # 0 of 6
     ("partial_rotary_factor", 1.0, {"head_dim": 5}),
+    ("qk_norm_over_heads", True, {"use_qk_norm": False}),
+    *(("clip_qkv", value, {}) for value in (0.0, -1.0, math.nan, math.inf, "8")),
     ("num_experts_per_tok", 6, {}),
     ("norm_topk_prob", True, {"num_experts_per_tok": 1}),
     ("n_group", 2, {}),  # of 5 experts

@@ -149,7 +149,7 @@ def change_header(path: Path, **fields: object) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"version": 2}, "format version 2, this program reads 1"),
+        ({"version": 1}, "format version 1, this program reads 2"),
         ({"version": True}, "version is True, expected int"),
         ({"dtype": "float64"}, "dtype is 'float64', expected uint16 or uint32"),
         ({"vocab_size": 65537}, "vocab_size is 65537, uint16 holds 1 to 65536"),
@@ -169,6 +169,8 @@ def change_header(path: Path, **fields: object) -> None:
         ({"num_documents": -3}, "num_documents is -3"),
         ({"num_documents": 4}, "is cut short"),
         ({"tokenizer": ["bytes"]}, "tokenizer is .*, expected str"),
+        ({"marked": 1}, "marked is 1, expected bool"),
+        ({"marked": True}, "marked is True with dtype uint16"),
     ],
 )
 def test_a_header_that_lies_is_refused(corpus: Path, fields: dict[str, object], message: str) -> None:

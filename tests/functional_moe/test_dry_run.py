@@ -84,7 +84,7 @@ def test_operators_count_what_flop_counter_counts_but_for_causality() -> None:
 def test_a_replay_for_the_graph_alone_leaves_the_last_product_out() -> None:
     dry = dry_run(SMALL, fsdp=2, ep=2, seq_len=32, rows=1)
     operators = dry.operators["layers.1.feed_forward"]
-    down = 2 * 32 * 2 * 16 * 32  # tokens x top_k rows, [width, hidden]
+    down = 2 * 32 * (2 + 1) * 16 * 32  # tokens x (top_k and one shared), [width, hidden]
     for given, some in operators.forward.items():
         left_out = sum(one.flops for one in some) - sum(one.flops for one in operators.without_output[given])
         assert left_out == down

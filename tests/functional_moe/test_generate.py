@@ -1,5 +1,7 @@
 """Generation: the cache changes nothing, and sampling keeps to its arguments."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -43,6 +45,24 @@ def test_cached_logits_equal_those_of_the_whole_text(pieces: list[int]) -> None:
         past += piece
         # fp32 products of other shapes
         torch.testing.assert_close(found, expected[:, past - 1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"qk_norm_over_heads": True}, {"clip_qkv": 0.3}, {"attention_bias": True, "attention_output_bias": True}],
+)
+def test_the_cache_knows_every_option_of_attention(options: dict[str, object]) -> None:
+    config = dataclasses.replace(CONFIG, **options)
+    params = init(config, seed=3)
+    for layer in params["layers"]:
+        for name, leaf in layer["attention"].items():
+            leaf.add_(0.5 * torch.randn(leaf.shape, generator=torch.Generator().manual_seed(len(name))))
+    tokens = torch.randint(CONFIG.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
+    expected = logits(params, BALANCE, {"tokens": tokens, "targets": tokens}, config)
+    cache = make_cache(config, 2, 9)
+    next_logits(params, BALANCE, tokens[:, :5], cache, 0, config)
+    found = next_logits(params, BALANCE, tokens[:, 5:], cache, 5, config)
+    torch.testing.assert_close(found, expected[:, -1], rtol=1e-4, atol=1e-4)
 
 
 def test_greedy_text_is_the_argmax_of_the_whole_text_at_each_place() -> None:

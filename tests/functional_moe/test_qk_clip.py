@@ -87,6 +87,8 @@ def test_what_cannot_be_clipped_is_refused():
     params, maxima = make_params(), torch.ones(2, 4)
     with pytest.raises(ValueError, match="use_qk_norm"):
         clip_attention(params, maxima, 1.0, dataclasses.replace(CONFIG, use_qk_norm=True))
+    with pytest.raises(ValueError, match=r"clip_qkv = 8\.0"):
+        clip_attention(params, maxima, 1.0, dataclasses.replace(CONFIG, clip_qkv=8.0))
     with pytest.raises(ValueError, match=r"\[layers, heads\] is \(2, 4\)"):
         clip_attention(params, maxima[:1], 1.0, CONFIG)
     with pytest.raises(ValueError, match="tau"):

@@ -15,12 +15,14 @@ from functional_moe.memory import (
     HOST,
     Costs,
     Fetch,
+    Gather,
     Gathers,
     Hardware,
     Link,
     Offload,
     Recipe,
     ReduceScatter,
+    Release,
     Schedule,
     SegmentSeconds,
     Sizes,
@@ -200,7 +202,14 @@ def test_streams_run_in_order_and_something_is_always_waited_for(case: tuple[Pro
     problem, schedule = case
     timeline = simulate(schedule, *problem)
     free: dict[str, float] = {}
+    buffers: dict[int, float] = {}
+    where: dict[str, int] = {}
     for one, start, end in zip(schedule, timeline.start, timeline.end, strict=True):
+        if isinstance(one, Gather):
+            assert start >= buffers.get(one.buffer, 0.0)
+            where[one.layer] = one.buffer
+        if isinstance(one, Release):
+            buffers[where[one.layer]] = end
         assert start >= free.get(stream_of(one), 0.0)
         free[stream_of(one)] = end
     for before, after in zip(timeline.critical, timeline.critical[1:], strict=False):

@@ -333,7 +333,7 @@ def renamed(chain: Chain) -> Chain:
         ({"gathers": Gathers({"layer0": 1}, -1)}, "prefetch = -1"),
         ({"gathers": Gathers({"layer9": 1})}, r"gathers are for the layers \['layer9'\]"),
         ({"gathers": Gathers({"layer0": -1})}, "gathers: layer0 has -1 bytes"),
-        ({"tier": HBM}, "tier = 'hbm'"),
+        ({"recipes": {"layer0.mix": Recipe(False, "offload", tier=HBM)}}, "tier = 'hbm'"),
     ],
 )
 def test_a_recipe_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
