@@ -209,7 +209,7 @@ def step_sizes(dry: DryRun, choice: Choice) -> Sizes:
     work = dry.optimizer
     # A layer's small leaves travel in one message, which is there beside the buffer for a moment.
     staging = max((size for layer, size in dry.packed.items() if layer.startswith("layers.")), default=0)
-    resident = {HBM: {"parameters": 4 * work.parameters, "packed messages": staging}}
+    resident = {HBM: {"shards of parameters": 4 * work.parameters, "packed messages": staging}}
     resident.setdefault(choice.state_in, {})["optimizer state"] = work.state
     return dry.sizes(ITEMSIZE[choice.reduce_dtype], resident)
 

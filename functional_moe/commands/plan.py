@@ -210,25 +210,24 @@ def report(name: str, dry: DryRun, machine: Machine, prediction: Prediction, bud
     timeline, work, busy = prediction.plan.timeline, dry.optimizer, prediction.plan.timeline.busy
     mesh = " x ".join(f"{axis} {size}" for axis, size in dry.mesh.items())
     lines = [
-        f"{name}: {dry.config.num_params / 1e9:.1f} billion parameters, "
-        f"{dry.config.num_active_params / 1e9:.1f} active",
+        f"{name}: {_count(dry.config.num_params)} parameters, {_count(dry.config.num_active_params)} active",
         f"{machine.name}: {dry.ranks} devices, {mesh}; {prediction.tokens:,} tokens per device and step",
         "",
-        f"parameters     {work.parameters / 1e9:.2f} billion per rank; gathered, a layer takes "
+        f"parameters     {_count(work.parameters)} per rank; gathered, a layer takes "
         f"{in_bytes(max(dry.buffers.values()))}",
     ]
     for tier, one in timeline.reports.items():
         lines.append(f"memory {tier:<7} {in_bytes(one.peak)} of {in_bytes(budgets[tier])}, filled by")
         lines += [f"    {in_bytes(size):>10}  {what}" for what, size in _grouped(one.contents)[:7]]
-    lines += [f"{stream:<14} {seconds:.1f} s" for stream, seconds in busy.items()]
+    lines += [f"{stream:<14} {seconds:.3g} s" for stream, seconds in busy.items()]
     if prediction.exposed_exchange:
-        lines.append(f"  of compute   {prediction.exposed_exchange:.1f} s are tokens on their way to experts and back")
+        lines.append(f"  of compute   {prediction.exposed_exchange:.3g} s are tokens on their way to experts and back")
     bound = ", ".join(f"{part.what} {100 * part.seconds / timeline.seconds:.0f}%" for part in timeline.bound[:5])
-    parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in prediction.optimizer._asdict().items())
+    parts = ", ".join(f"{part} {seconds:.3g}" for part, seconds in prediction.optimizer._asdict().items())
     lines += [
         f"bound by       {bound}",
-        f"optimizer      {prediction.optimizer.total:.2f} s ({parts})",
-        f"step           {prediction.seconds:.1f} s",
+        f"optimizer      {prediction.optimizer.total:.3g} s ({parts})",
+        f"step           {prediction.seconds:.3g} s",
         f"tokens/s       {prediction.tokens_per_second:.0f} per device",
         f"utilisation    {100 * prediction.model_utilisation:.1f}% of the peak for the model, "
         f"{100 * prediction.hardware_utilisation:.1f}% with what is computed again",
@@ -240,6 +239,14 @@ def report(name: str, dry: DryRun, machine: Machine, prediction: Prediction, bud
     return "\n".join(lines)
 
 
+def _count(number: int) -> str:
+    """952 billion."""
+    for unit, name in ((1e9, "billion"), (1e6, "million")):
+        if number >= unit:
+            return f"{number / unit:.4g} {name}"
+    return str(number)
+
+
 def _grouped(contents: tuple[tuple[str, int], ...]) -> list[tuple[str, int]]:
     """What fills a tier, alike values of many layers as one."""
     found: dict[str, list[int]] = {}
@@ -248,7 +255,8 @@ def _grouped(contents: tuple[tuple[str, int], ...]) -> list[tuple[str, int]]:
         key = words[0] if len(words) == 2 and not what.startswith("working") else what
         if len(words) == 2 and not what.startswith("working") and "." in words[1]:
             key += f" of {words[1].split('.', 1)[1].split(' ')[0]}"
-        found.setdefault(key, []).append(size)
+        if size:
+            found.setdefault(key, []).append(size)
     out = [(f"{key} x {len(some)}" if len(some) > 1 else key, sum(some)) for key, some in found.items()]
     return sorted(out, key=lambda item: -item[1])
 
@@ -260,8 +268,8 @@ def search_report(found: Searched, top: int) -> str:
         prediction = one.prediction
         peaks = ", ".join(f"{tier} {in_bytes(peak)}" for tier, peak in prediction.peaks.items())
         lines.append(
-            f"{prediction.tokens_per_second:6.0f} tokens/s, step {prediction.seconds:.1f} s, optimizer "
-            f"{prediction.optimizer.total:.2f} s; {peaks}; {_words(one.ep, prediction.choice)}"
+            f"{prediction.tokens_per_second:6.0f} tokens/s, step {prediction.seconds:.3g} s, optimizer "
+            f"{prediction.optimizer.total:.3g} s; {peaks}; {_words(one.ep, prediction.choice)}"
         )
         lines.append(
             f"       assumes {'; '.join(one.assumptions) if one.assumptions else 'nothing beyond the figures'}"
