@@ -212,6 +212,8 @@ def _by_schedule(
     if schedule.microbatches != accumulate:
         raise ValueError(f"accumulate = {accumulate}; the schedule is for {schedule.microbatches} microbatches")
     verify(schedule, chain)
+    if sharding is not None:
+        sharding.layers.reserve(schedule)
 
     def differentiate(params: Params, parts: list[Microbatch]) -> _Sums:
         layers = by_layer(params)

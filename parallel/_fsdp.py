@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from functional_moe.memory import add_leaves, leaf_paths
+from functional_moe.memory import Gather, Schedule, add_leaves, leaf_paths
 
 from ._collective_functions import Call, all_gather_single, reduce_scatter_single
 from ._layout import Layout
@@ -151,6 +151,18 @@ class ShardedLayers:
           shards: this rank's part of every layer.
         """
         return ShardedStore(self, shards)
+
+    def reserve(self, schedule: Schedule) -> None:
+        """Makes the gather buffers of ``schedule``, each as large as the largest layer that comes to it.
+
+        Before the first gather: a graph that is kept refers to a buffer's memory, which must not change afterwards.
+        """
+        largest: dict[int, int] = {}
+        for one in schedule:
+            if isinstance(one, Gather):
+                largest[one.buffer] = max(largest.get(one.buffer, 0), self.sizes[one.layer])
+        for number, size in largest.items():
+            self.buffer(number, size)
 
     def buffer(self, number: int, size: int) -> Tensor:
         """Gather buffer ``number``, uint8 of at least ``size``: the same memory in every step."""
