@@ -122,7 +122,7 @@ def plan_step(
         "batch": _bytes((dict(batch), here.balance)),
     }
     sizes = dataclasses.replace(sizes, resident={HBM: resident})
-    seconds = measure_seconds(chain, parameters, part, repeats=1)
+    seconds = measure_seconds(chain, parameters, part)
     gathering: dict[str, float] = {}
     reducing: dict[str, float] = {}
     if sharding is not None:
