@@ -10,6 +10,7 @@ from .chain import loss_fn as loss_fn
 from .config import PRESETS as PRESETS
 from .config import MoEConfig as MoEConfig
 from .config import preset as preset
+from .evaluate import make_evaluate as make_evaluate
 from .generate import generate as generate
 from .kernels import Kernels as Kernels
 from .model import Batch as Batch
