@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -61,7 +62,7 @@ def run_as_rank(parse: Callable[[], object]) -> NoReturn:
     except Exception:
         _tell(f"functional-moe: rank {world.rank} failed:\n{traceback.format_exc()}".rstrip())
         _end(world, 1)
-    sys.exit(status)
+    _end(None, status)
 
 
 def _ended_with_another(world: World) -> None:
@@ -78,6 +79,8 @@ def _tell(text: str) -> None:
 def _end(world: World | None, status: int) -> NoReturn:
     if world is not None:
         world.silent_ranks(failed=True)
-    sys.stdout.flush()
+    # A reader may have left, or the disk be full.
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     # Not by sys.exit: a save under way or a group's destructor would wait for peers that have gone.
     os._exit(status)

@@ -234,7 +234,7 @@ def test_a_killed_rank_ends_all_and_leaves_nothing_half_written(tmp_path: Path, 
 
 def test_a_peer_that_hangs_is_named_after_the_time_out(tmp_path: Path, text: Path) -> None:
     faulty = (FAULTY, "SIGSTOP", 1, 2)
-    arguments = ("train", *SMALL, "--data", text, "--out", tmp_path / "out", "--ep", 2, "--timeout", 10)
+    arguments = ("train", *SMALL, "--data", text, "--out", tmp_path / "out", "--ep", 2, "--timeout", 15)
     process = started(2, faulty, *arguments)
     stuck, lines = 0, []
     watchdog = threading.Timer(240, process.kill)
