@@ -19,8 +19,10 @@ from typing import Annotated
 
 import tyro
 
+from .commands.calibrate import CalibrateSettings, calibrate
 from .commands.exchange import ExportSettings, ImportSettings, export_model, import_model
 from .commands.info import InfoSettings, info
+from .commands.plan import PlanSettings, plan
 from .commands.rank import run_as_rank
 from .commands.sample import SampleSettings, sample
 from .commands.settings import USER_ERRORS, DataSettings, SettingsError, TrainSettings, read_settings
@@ -54,7 +56,16 @@ def _train_defaults(arguments: Sequence[str]) -> TrainSettings:
     return TrainSettings(preset=name, model=preset(name))
 
 
-Settings = TrainSettings | SampleSettings | InfoSettings | TokenizeSettings | ImportSettings | ExportSettings
+Settings = (
+    TrainSettings
+    | SampleSettings
+    | InfoSettings
+    | TokenizeSettings
+    | ImportSettings
+    | ExportSettings
+    | PlanSettings
+    | CalibrateSettings
+)
 
 
 def _parse(arguments: Sequence[str]) -> Settings:
@@ -73,7 +84,9 @@ def _parse(arguments: Sequence[str]) -> Settings:
                 | Annotated[InfoSettings, tyro.conf.subcommand("info")]
                 | Annotated[TokenizeSettings, tyro.conf.subcommand("tokenize")]
                 | Annotated[ImportSettings, tyro.conf.subcommand("import")]
-                | Annotated[ExportSettings, tyro.conf.subcommand("export")],
+                | Annotated[ExportSettings, tyro.conf.subcommand("export")]
+                | Annotated[PlanSettings, tyro.conf.subcommand("plan")]
+                | Annotated[CalibrateSettings, tyro.conf.subcommand("calibrate")],
                 prog="functional-moe",
                 description="Mixture-of-Experts training as pure functions.",
                 args=list(arguments),
@@ -114,6 +127,10 @@ def run(arguments: Sequence[str]) -> int:
         return import_model(settings)
     if isinstance(settings, ExportSettings):
         return export_model(settings)
+    if isinstance(settings, PlanSettings):
+        return plan(settings)
+    if isinstance(settings, CalibrateSettings):
+        return calibrate(settings)
     return tokenize(settings)
 
 

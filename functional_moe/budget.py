@@ -153,14 +153,15 @@ def plan_step(
             break
         slabs = {tier: report.peak for tier, report in planned.timeline.reports.items() if tier != HBM}
         return StepPlan(planned, slabs, update)
-    if refused and (refused[-1].smallest or 0) >= update:
+    if refused and budgets[HBM] + refused[-1].missing >= update:
         raise refused[-1]
     listed = ", ".join(f"{name}: {size:,}" for name, size in found.sizes.resident[HBM].items())
     raise PlanError(
         f"no schedule fits {budgets[HBM]:,} bytes of {HBM}: the smallest budget that works is {update:,}, reached in "
         f"the optimizer's update by {listed}, gradient: {found.gradient:,}, new state and working memory: "
         f"{found.update:,}",
-        update,
+        HBM,
+        update - budgets[HBM],
     )
 
 

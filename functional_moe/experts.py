@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from einops import einsum
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .kernels import Kernels, ReverseModeFunction, first_order_kernel
 from .parallel import Exchange, ExpertParallel, axis_size, exchange, exchange_back, plan_exchange
@@ -64,7 +65,9 @@ def decide(experts: Tensor, num_experts: int, expert_parallel: ExpertParallel | 
     dispatch = plan_dispatch(position[experts], num_experts)
     ends = dispatch.offsets.to(torch.int64)
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(axis_size(group), -1)
-    return Decision(experts, dispatch, plan_exchange(counts, group))
+    # Without numbers to look at, every rank is taken to get as many rows: what balance aims at.
+    balanced = experts.numel() if isinstance(experts, FakeTensor) else None
+    return Decision(experts, dispatch, plan_exchange(counts, group, balanced))
 
 
 def plan_dispatch(experts: Tensor, num_experts: int) -> Dispatch:

@@ -22,6 +22,7 @@ from ._costs import make_costs as make_costs
 from ._costs import measure_seconds as measure_seconds
 from ._draw import draw as draw
 from ._draw import explain as explain
+from ._draw import in_bytes as in_bytes
 from ._draw import trace_events as trace_events
 from ._draw import write_trace as write_trace
 from ._execute import Execution as Execution
@@ -29,6 +30,10 @@ from ._execute import execute as execute
 from ._hardware import Hardware as Hardware
 from ._hardware import Link as Link
 from ._hardware import Tier as Tier
+from ._operators import Operator as Operator
+from ._operators import OperatorLog as OperatorLog
+from ._operators import SegmentOperators as SegmentOperators
+from ._operators import list_operators as list_operators
 from ._plan import PACES as PACES
 from ._plan import Pace as Pace
 from ._plan import Plan as Plan

@@ -49,6 +49,8 @@ class Gathers(NamedTuple):
     """How many gathers are on their way, or waiting, while a layer computes."""
     again: bool = True
     """Release after the forward, and gather again for the backward."""
+    settle: int = 1
+    """After how many further runs of segments a gradient's memory is given back: time for its reduction to end."""
 
 
 def make_schedule(
@@ -90,6 +92,8 @@ def make_schedule(
     if gathers is not None:
         if gathers.prefetch < 0:
             raise ValueError(f"prefetch = {gathers.prefetch}: must be at least 0")
+        if gathers.settle < 0:
+            raise ValueError(f"settle = {gathers.settle}: must be at least 0")
         if unknown := sorted(set(gathers.sizes) - set(chain.layers)):
             raise ValueError(f"gathers are for the layers {unknown}; the chain has {chain.layers}")
         for layer, size in gathers.sizes.items():
@@ -326,4 +330,4 @@ def _reduce(program: _Program, chain: Chain, gathers: Gathers) -> None:
                 continue  # the layer's turn goes on
             program.after[position].append(ReduceScatter(layer))
             limit = len(program.compute) - 1 if following is None else following - 1
-            program.after[min(position + 1, limit)].append(Drop(Value("gradient", layer)))
+            program.after[min(position + gathers.settle, limit)].append(Drop(Value("gradient", layer)))

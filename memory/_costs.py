@@ -24,6 +24,8 @@ class SegmentSeconds(NamedTuple):
 
     forward: Mapping[tuple[str, ...], float]
     backward: Mapping[tuple[str, ...], float]
+    without_output: Mapping[tuple[str, ...], float] = {}
+    """Of replays for the graph alone, where that is known; else they take as long as a forward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Costs:
     """From HBM, by tier."""
     read: Mapping[str, Link] = dataclasses.field(default_factory=dict)
     """To HBM, by tier."""
+    one_link: bool = False
+    """Gathers and reductions go over one link, one after the other."""
 
     def of(self, schedule: Schedule, sizes: Sizes) -> list[float]:
         """Seconds of each instruction.
@@ -60,7 +64,10 @@ class Costs:
     def _seconds(self, one: Instruction, sizes: Sizes, given: Mapping[tuple[str, int], tuple[str, ...]]) -> float:
         match one:
             case Forward(segment):
-                return self.segments[segment].forward[one.given]
+                known = self.segments[segment]
+                if not one.output and one.given in known.without_output:
+                    return known.without_output[one.given]
+                return known.forward[one.given]
             case Backward(segment, microbatch):
                 return self.segments[segment].backward[given[segment, microbatch]]
             case Gather(layer):

@@ -20,6 +20,10 @@ from ._simulate import Timeline, work_labels
 
 STREAMS = ("compute", "gather", "reduce", "to_host", "from_host")
 MICROSECONDS = 1e6
+COLOURS = [f"C{number}" for number in range(10)] + [
+    *("#393b79", "#8ca252", "#e7ba52", "#ad494a", "#a55194", "#9edae5", "#c7c7c7", "#ffbb78", "#98df8a", "#ff9896")
+]
+"""No two works of one colour."""
 
 
 def trace_events(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
@@ -93,7 +97,9 @@ def draw(
             bars.setdefault(label, []).append((STREAMS.index(stream_of(one)), start, end - start))
     for number, (label, some) in enumerate(bars.items()):
         streams, starts, lengths = zip(*some, strict=True)
-        top.barh(streams, lengths, left=starts, label=label, color=f"C{number % 10}", edgecolor="white", linewidth=0.2)
+        top.barh(
+            streams, lengths, left=starts, label=label, color=COLOURS[number % 20], edgecolor="white", linewidth=0.2
+        )
     top.set_yticks(range(len(STREAMS)), STREAMS)
     top.invert_yaxis()
     top.set_title(f"{timeline.seconds:.4g} s")

@@ -47,12 +47,16 @@ TOLERANCE = 1.2
 
 
 class PlanError(ValueError):
-    """No schedule fits the budgets."""
+    """No schedule fits the budgets.
 
-    def __init__(self, message: str, smallest: int | None = None) -> None:
+    Attributes:
+      tier: which is too small.
+      missing: bytes that it lacks for the smallest schedule found.
+    """
+
+    def __init__(self, message: str, tier: str, missing: int) -> None:
         super().__init__(message)
-        self.smallest = smallest
-        """Bytes of HBM that would be enough, where that was found."""
+        self.tier, self.missing = tier, missing
 
 
 class Plan(NamedTuple):
@@ -329,7 +333,9 @@ class _Search:
                 listed = ", ".join(f"{name}: {size:,}" for name, size in contents.items())
                 raise PlanError(
                     f"the budget of {tier} is {self.problem.budgets[tier]:,} bytes; what is there all the time takes "
-                    f"{sum(contents.values()):,} ({listed})"
+                    f"{sum(contents.values()):,} ({listed})",
+                    tier,
+                    -left,
                 )
 
     def _fitting(self) -> list[_Trial]:
@@ -364,7 +370,12 @@ class _Search:
         schedule = problem.schedule(recipes, pace)
         self.work += len(schedule)
         reports = verify(schedule, problem.chain, problem.sizes)
-        times = run_times(schedule, problem.chain, problem.costs.of(schedule, problem.sizes))
+        times = run_times(
+            schedule,
+            problem.chain,
+            problem.costs.of(schedule, problem.sizes),
+            one_link=problem.costs.one_link,
+        )
         excess = {
             tier: max(0, report.peak - problem.budgets.get(tier, report.peak)) for tier, report in reports.items()
         }
@@ -509,7 +520,8 @@ class _Search:
             + (f" and {further}" if further else "")
             + f": the smallest budget found that works is {report.peak:,}, reached at {where} by {listed}"
             + (f" and {more} smaller" if more > 0 else ""),
-            report.peak,
+            HBM,
+            report.peak - self.problem.budgets[HBM],
         )
 
 

@@ -92,7 +92,7 @@ def simulate(schedule: Schedule, chain: Chain, sizes: Sizes, costs: Costs) -> Ti
     """
     reports = verify(schedule, chain, sizes)
     seconds = costs.of(schedule, sizes)
-    times = run_times(schedule, chain, seconds)
+    times = run_times(schedule, chain, seconds, one_link=costs.one_link)
     busy: dict[Stream, float] = dict.fromkeys(("compute", "gather", "reduce", "to_host", "from_host"), 0.0)
     for one, taken in zip(schedule, seconds, strict=True):
         busy[stream_of(one)] += taken
@@ -114,8 +114,14 @@ def simulate(schedule: Schedule, chain: Chain, sizes: Sizes, costs: Costs) -> Ti
     )
 
 
-def run_times(schedule: Schedule, chain: Chain, seconds: Sequence[float]) -> Times:
-    """Start and end of each instruction, given how long each takes."""
+def run_times(schedule: Schedule, chain: Chain, seconds: Sequence[float], *, one_link: bool = False) -> Times:
+    """Start and end of each instruction, given how long each takes.
+
+    Args:
+      schedule, chain: as :func:`simulate` takes them.
+      seconds: of each instruction.
+      one_link: gathers and reductions go over one link, one after the other in the program's order.
+    """
     index = ChainIndex(chain)
     begin = (0.0, -1)
     # Of streams, places, buffers and tiers: when the last instruction that matters there is done, and which it is.
@@ -128,7 +134,8 @@ def run_times(schedule: Schedule, chain: Chain, seconds: Sequence[float]) -> Tim
     times = Times([], [], [])
     for number, (one, taken) in enumerate(zip(schedule, seconds, strict=True)):
         stream, known = stream_of(one), effects(one, index)
-        waits = [streams.get(stream, begin)]
+        link: Stream = "gather" if one_link and stream == "reduce" else stream
+        waits = [streams.get(link, begin)]
         waits += [written.get(place, begin) for place in known.reads]
         for place in (*known.writes, *known.adds, *known.frees):
             waits += (written.get(place, begin), used.get(place, begin))
@@ -148,7 +155,7 @@ def run_times(schedule: Schedule, chain: Chain, seconds: Sequence[float]) -> Tim
         times.start.append(start)
         times.end.append(done[0])
         times.waits_for.append(cause)
-        streams[stream] = done
+        streams[link] = done
         for place in known.reads:
             if done > used.get(place, begin):
                 used[place] = done

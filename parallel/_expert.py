@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from ._collectives import all_to_all, axis_size
+from ._collectives import all_to_all, axis_size, chunk_sizes
 from ._layout import Layout, local_slices
 from ._mesh import axis_group, axis_sizes
 from ._placements import Placements
@@ -60,7 +60,7 @@ class ExpertParallel(NamedTuple):
     position: Tensor  # int64 [experts]; where each stands when rank after rank lists its own
 
 
-def plan_exchange(counts: Tensor, group: ProcessGroup) -> Exchange:
+def plan_exchange(counts: Tensor, group: ProcessGroup, balanced: int | None = None) -> Exchange:
     """Tells every rank how many rows it will get for each of its experts.
 
     Sends ``8 (ep - 1) experts_per_rank`` bytes per rank, in one message, and synchronises the host once.
@@ -68,6 +68,8 @@ def plan_exchange(counts: Tensor, group: ProcessGroup) -> Exchange:
     Args:
       counts: int64 ``[ep, experts_per_rank]``, this rank's rows for each expert of each rank; zeros are fine.
       group: the ``ep`` ranks.
+      balanced: how many rows every rank sends, evenly spread, where ``counts`` has no numbers to look at (a fake
+        tensor in a dry run).
 
     Raises:
       ValueError: when ``counts`` has another number of rows than ``group`` has ranks.
@@ -79,7 +81,10 @@ def plan_exchange(counts: Tensor, group: ProcessGroup) -> Exchange:
             f"plan_exchange: counts of shape {tuple(counts.shape)}; [ep, experts_per_rank] has ep = {ranks}"
         )
     arriving = all_to_all(counts, group)
-    send, receive = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+    if balanced is None:
+        send, receive = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+    else:
+        send = receive = chunk_sizes(balanced, ranks)
     # What arrives stands in runs by (source, expert). Each run moves as one to its place by (expert, source).
     runs, sorted_runs = arriving.flatten(), arriving.t().flatten()
     shift = (_starts(runs).view_as(arriving).t() - _starts(sorted_runs).view(arriving.shape[::-1])).flatten()

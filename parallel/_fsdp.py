@@ -8,6 +8,7 @@ the largest. A leaf that several ranks hold whole is not gathered; its gradient 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from functional_moe.memory import add_leaves, leaf_paths
 from ._collective_functions import Call, all_gather_single, reduce_scatter_single
 from ._layout import Layout
 from ._mesh import axis_group, axis_sizes
-from ._packing import LayerPlan, Packed, leaf_offsets, plan_layer, plan_leaf
+from ._packing import LayerPlan, LeafPlan, Packed, leaf_offsets, plan_layer, plan_leaf
 from ._tree import Tree, map_leaves, zip_leaves
 
 
@@ -73,14 +74,21 @@ class ShardedLayers:
             raise ValueError("no layers to shard")
         self.mesh: DeviceMesh = next(iter(layouts.values())).mesh
         self.reduce_dtype = reduce_dtype
+        # Layers are alike: how a leaf travels is found once for all leaves of a kind.
+        find = functools.cache(
+            functools.partial(
+                plan_leaf, sizes=axis_sizes(self.mesh), coordinate=tuple(self.mesh.get_coordinate() or ())
+            )
+        )
         self._layers = {
-            name: self._plan(layout, (kept or {}).get(name), (gather_dtypes or {}).get(name))
+            name: self._plan(layout, (kept or {}).get(name), (gather_dtypes or {}).get(name), find)
             for name, layout in layouts.items()
         }
         self._buffers: dict[int, Tensor] = {}
 
-    def _plan(self, layout: Layout, kept: Tree | None, dtypes: Tree | None) -> _Layer:
-        sizes, coordinate = axis_sizes(self.mesh), tuple(self.mesh.get_coordinate() or ())
+    def _plan(
+        self, layout: Layout, kept: Tree | None, dtypes: Tree | None, plan_leaf: Callable[..., LeafPlan]
+    ) -> _Layer:
         none = map_leaves(lambda path, shape: frozenset(), layout.shapes, "the layout's shapes")
         single = map_leaves(lambda path, shape: torch.float32, layout.shapes, "the layout's shapes")
         leaves, leaf_dtypes = [], []
@@ -91,7 +99,7 @@ class ShardedLayers:
             ("the kept axes", none if kept is None else kept),
             ("the gather dtypes", single if dtypes is None else dtypes),
         ):
-            leaves.append(plan_leaf(shape, placements, sizes, coordinate, axes))
+            leaves.append(plan_leaf(shape, placements, kept=axes))
             leaf_dtypes.append(dtype)
         plan = plan_layer(leaves, leaf_dtypes)
         offsets, size = leaf_offsets(plan, [dtype.itemsize for dtype in leaf_dtypes])
@@ -126,6 +134,15 @@ class ShardedLayers:
         for members in plan.summed.values():
             reduction += sum(math.prod(plan.leaves[index].part.shape) for index in members) * width
         return LayerBytes(gathered, sum(math.prod(leaf.part.shape) for leaf in plan.leaves) * width, reduction)
+
+    @property
+    def plans(self) -> dict[str, LayerPlan]:
+        """How each layer travels, on this rank."""
+        return {name: layer.plan for name, layer in self._layers.items()}
+
+    def dtypes(self, layer: str) -> tuple[torch.dtype, ...]:
+        """In which the leaves of ``layer`` travel and are computed with."""
+        return self._layers[layer].dtypes
 
     def store(self, shards: Mapping[str, Tree]) -> ShardedStore:
         """A store for one step.

@@ -88,29 +88,30 @@ def plan_leaf(
         if not isinstance(placement, Shard) and axis not in kept and sizes[axis] > 1
     )
 
-    def extent(place: Sequence[int], dim: int) -> int:
-        part = local_slices(shape, placements, sizes, place)[dim]
-        return int(part.stop - part.start)
-
     def places(dims: Sequence[int]) -> list[tuple[int, ...]]:
         """Coordinates like this rank's along all axes but ``dims``."""
         ranges = [range(sizes[axis]) if index in dims else [coordinate[index]] for index, axis in enumerate(axes)]
         return list(itertools.product(*ranges))
 
-    def along(dim: int, place: Sequence[int]) -> slice:
-        """Where the part at ``place`` begins and ends along ``dim``, among the gathered parts."""
-        split = [index for index in gathered if placements[index].dim == dim]  # type: ignore[attr-defined]
+    def runs(dim: int, split: tuple[int, ...]) -> dict[tuple[int, ...], slice]:
+        """Where parts begin and end along ``dim`` among the gathered ones, by their place on the axes that split it."""
+        found: dict[tuple[int, ...], slice] = {}
         before = 0
-        for other in places(split):
-            # The axes that split other dimensions do not matter to this one.
-            if tuple(other[index] for index in split) == tuple(place[index] for index in split):
-                return slice(before, before + extent(other, dim))
-            before += extent(other, dim)
-        raise ValueError(f"no such place {place}")
+        for place in places(split):
+            part = local_slices(shape, placements, sizes, place)[dim]
+            stop = before + part.stop - part.start
+            found[tuple(place[index] for index in split)] = slice(before, stop)
+            before = stop
+        return found
 
+    splits = [
+        tuple(index for index in gathered if placements[index].dim == dim)  # type: ignore[attr-defined]
+        for dim in range(len(shape))
+    ]
+    along = [runs(dim, split) for dim, split in enumerate(splits)]
     parts = []
     for place in places(gathered):
-        at = tuple(along(dim, place) for dim in range(len(shape)))
+        at = tuple(found[tuple(place[index] for index in split)] for found, split in zip(along, splits, strict=True))
         parts.append(Part(tuple(part.stop - part.start for part in at), at))
     whole = tuple(max(part.at[dim].stop for part in parts) for dim in range(len(shape)))
     own = places(gathered).index(tuple(coordinate))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 
 import pytest
@@ -70,7 +72,9 @@ def cases(draw: st.DrawFn) -> tuple[Problem, Schedule]:
     bandwidth = st.sampled_from([256.0, 1024.0, 8192.0])
     problem = make_problem(draw(layers()), draw(bandwidth), draw(bandwidth), gather=draw(seconds), reduce=draw(seconds))
     gathered = draw(st.sets(st.sampled_from(problem.chain.layers)))
-    gathers = Gathers(dict.fromkeys(gathered, 2048), draw(st.integers(0, 3)), draw(st.booleans()))
+    gathers = Gathers(
+        dict.fromkeys(gathered, 2048), draw(st.integers(0, 3)), draw(st.booleans()), draw(st.integers(0, 5))
+    )
     schedule = make_schedule(
         problem.chain,
         draw(recipes(problem)),
@@ -128,6 +132,45 @@ def test_a_gather_is_hidden_exactly_when_it_takes_no_longer_than_a_layer(seconds
     plain = simulate(make_schedule(problem.chain), *problem)
     timeline = simulate(make_schedule(problem.chain, gathers=gathers), *problem)
     assert timeline.seconds == plain.seconds + seconds + (depth - 1) * max(0.0, seconds - 1.0)
+
+
+@settings(deadline=None)
+@given(EIGHTHS, st.integers(2, 8))
+def test_a_gradient_that_stays_a_layer_longer_hides_its_reduction(seconds: float, depth: int) -> None:
+    problem = make_problem([Layer(forward=1.0, backward=2.0)] * depth, residual=False, reduce=seconds)
+    gathers = Gathers({f"layer{number}": 2048 for number in range(depth)})
+    replayed = {f"layer{number}": Recipe(False) for number in range(depth)}
+    soon = simulate(make_schedule(problem.chain, replayed, gathers=gathers._replace(settle=1)), *problem)
+    later = simulate(make_schedule(problem.chain, replayed, gathers=gathers._replace(settle=2)), *problem)
+    # Beside the next layer's replay alone, or beside its backward too; behind the last layer is nothing.
+    hidden = (depth - 1) * (max(0.0, seconds - 1.0) - max(0.0, seconds - 3.0))
+    assert soon.seconds - later.seconds == hidden
+    assert soon.reports[HBM].peak < later.reports[HBM].peak
+
+
+@settings(deadline=None)
+@given(cases())
+def test_on_one_link_gathers_and_reductions_take_turns(case: tuple[Problem, Schedule]) -> None:
+    problem, schedule = case
+    timeline = simulate(schedule, problem.chain, problem.sizes, dataclasses.replace(problem.costs, one_link=True))
+    carried = [number for number, one in enumerate(schedule) if stream_of(one) in ("gather", "reduce")]
+    for before, after in itertools.pairwise(carried):
+        assert timeline.end[before] <= timeline.start[after]
+    assert timeline.seconds >= timeline.busy["gather"] + timeline.busy["reduce"]
+    assert timeline.seconds >= simulate(schedule, *problem).seconds
+
+
+def test_a_replay_for_the_graph_alone_may_take_less() -> None:
+    problem = make_problem([Layer(forward=1.0, replay=0.5)] * 2)
+    known = problem.costs.segments
+    less = {
+        name: one._replace(without_output=dict.fromkeys(one.forward, 0.125)) if name != "head" else one
+        for name, one in known.items()
+    }
+    schedule = make_schedule(problem.chain, {f"layer{number}": Recipe(False) for number in range(2)})
+    plain = simulate(schedule, *problem)
+    found = simulate(schedule, problem.chain, problem.sizes, dataclasses.replace(problem.costs, segments=less))
+    assert plain.seconds - found.seconds == 2 * (1.0 - 0.125)  # the core is made again, so replays are forwards
 
 
 @settings(deadline=None, max_examples=200)
