@@ -45,7 +45,7 @@ def budgeted_step(sizes: tuple[int, int, int], budget: str) -> dict[str, Any]:
             try:
                 planned_within({"hbm": 1})
             except memory.PlanError as error:
-                bytes_ = error.smallest or 0
+                bytes_ = 1 + error.missing
         planned = planned_within({"hbm": bytes_})
     step = make_train_step(
         MIDDLE, optimizer, layout=layout, schedule=None if planned is None else planned.plan.schedule
