@@ -5,11 +5,14 @@ The model and its loss, the training step, and what they are made from. ``functi
 """
 
 from . import optim as optim
+from .budget import StepPlan as StepPlan
+from .budget import plan_step as plan_step
 from .chain import logits as logits
 from .chain import loss_fn as loss_fn
 from .config import PRESETS as PRESETS
 from .config import MoEConfig as MoEConfig
 from .config import preset as preset
+from .evaluate import make_evaluate as make_evaluate
 from .flops import train_flops_per_token as train_flops_per_token
 from .generate import generate as generate
 from .kernels import Kernels as Kernels

@@ -21,6 +21,7 @@ from .config import MoEConfig
 from .evaluate import GatheredLayers
 from .memory import (
     HBM,
+    Chain,
     Copies,
     Costs,
     Gathers,
@@ -122,7 +123,7 @@ def plan_step(
         "batch": _bytes((dict(batch), here.balance)),
     }
     sizes = dataclasses.replace(sizes, resident={HBM: resident})
-    seconds = measure_seconds(chain, parameters, part, repeats=1)
+    seconds = measure_seconds(chain, parameters, part)
     gathering: dict[str, float] = {}
     reducing: dict[str, float] = {}
     if sharding is not None:
@@ -141,20 +142,12 @@ def plan_step(
         write, read = dict.fromkeys(further, out), dict.fromkeys(further, back)
     costs = Costs(found.seconds, found.gather, found.reduce, write, read)
     update = sum(found.sizes.resident[HBM].values()) + found.gradient + found.update
-    refused: list[PlanError] = []
-    for prefetch in (1,) if sharding is None else (1, 0):
-        gathers = None if sharding is None else Gathers(sharding.layers.sizes, prefetch)
-        try:
-            planned = plan(chain, found.sizes, costs, budgets, microbatches=accumulate, gathers=gathers)
-        except PlanError as error:
-            refused.append(error)
-            continue
-        if update > budgets.get(HBM, update):
-            break
+    planned, refused = _within(budgets, found, costs, chain, accumulate, sharding)
+    if planned is not None and update <= budgets.get(HBM, update):
         slabs = {tier: report.peak for tier, report in planned.timeline.reports.items() if tier != HBM}
         return StepPlan(planned, slabs, update)
-    if refused and budgets[HBM] + refused[-1].missing >= update:
-        raise refused[-1]
+    if refused is not None and budgets[HBM] + refused.missing >= update:
+        raise refused
     listed = ", ".join(f"{name}: {size:,}" for name, size in found.sizes.resident[HBM].items())
     raise PlanError(
         f"no schedule fits {budgets[HBM]:,} bytes of {HBM}: the smallest budget that works is {update:,}, reached in "
@@ -163,6 +156,25 @@ def plan_step(
         HBM,
         update - budgets[HBM],
     )
+
+
+def _within(
+    budgets: Mapping[str, int],
+    found: _Measured,
+    costs: Costs,
+    chain: Chain,
+    accumulate: int,
+    sharding: Sharding | None,
+) -> tuple[Plan | None, PlanError | None]:
+    """A plan, layers gathered ahead of time if there is room for that; or what the smallest lacks."""
+    refused = []
+    for prefetch in (1,) if sharding is None else (1, 0):
+        gathers = None if sharding is None else Gathers(sharding.layers.sizes, prefetch)
+        try:
+            return plan(chain, found.sizes, costs, budgets, microbatches=accumulate, gathers=gathers), None
+        except PlanError as error:
+            refused.append(error)
+    return None, min(refused, key=lambda error: error.missing)
 
 
 def _with_messages(sizes: Sizes, layers: ShardedLayers) -> Sizes:

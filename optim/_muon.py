@@ -287,9 +287,10 @@ def _keep_freed_memory() -> None:
 
     It gives freed memory back to the system beyond twice the largest block that was ever freed, up to 64 MiB
     (mallopt(3), M_MMAP_THRESHOLD), and memory that comes from the system has to be cleared first: 7% of an update of
-    512 x 1536 matrices. Freeing a block of nearly 32 MiB, never touched and so at no cost, gets it to 64 MiB.
+    512 x 1536 matrices. Freeing a block of nearly 32 MiB, never touched and so at no cost, gets it to 64 MiB. It is a
+    storage, because whoever counts the bytes of tensors would take it for memory in use.
     """
-    torch.empty((1 << 25) - (1 << 13), dtype=torch.uint8)
+    torch.UntypedStorage((1 << 25) - (1 << 13))
 
 
 def orthogonalize_whole(

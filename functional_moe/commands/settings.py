@@ -189,10 +189,10 @@ def _parse_bytes(flag: str, text: str) -> int:
     match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)\s*([a-z]*)", text.strip(), re.IGNORECASE | re.ASCII)
     if match is None or match[2].upper() not in _UNITS:
         raise SettingsError(f"{flag} {text}: is no size in bytes; write it as 2GiB, 800MB or 1000000")
-    size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if not 0 < size <= LARGEST_BUDGET:
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if not 1 <= size <= LARGEST_BUDGET:
         raise SettingsError(f"{flag} {text}: must be above 0 and at most 1 EiB")
-    return size
+    return int(size)
 
 
 LARGEST_BUDGET = 2**60

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from functional_moe import __main__ as command_line
 from functional_moe.commands import train as train_module
 from functional_moe.commands.progress import printable
+from functional_moe.commands.settings import TrainSettings
 from functional_moe.data import DataError
 from functional_moe.state_file import StateError
 from functional_moe.train_step import StepMetrics, TrainState
@@ -106,6 +107,58 @@ def test_ten_steps_and_ten_more_equal_twenty(tmp_path: Path, text: Path) -> None
     assert state(parts) == state(whole)
     assert records(parts) == records(whole)
     assert (parts / "sample.txt").read_bytes() == (whole / "sample.txt").read_bytes()
+
+
+def test_a_budget_changes_no_value_and_may_change_itself(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ("train", *SMALL, "--data", text, "--steps", 4, "--accumulate", 2)
+    assert run(*common, "--out", tmp_path / "whole") == 0
+    out = tmp_path / "out"
+    capsys.readouterr()
+    assert run(*common, "--out", out, "--hbm-budget", "600kB", "--host-budget", "1MiB", "--stop-after", 2) == 0
+    printed = capsys.readouterr().out.splitlines()
+    first = next(number for number, line in enumerate(printed) if line.startswith("step: "))
+    starts = [line.split(":")[0] for line in printed[first : first + 5]]
+    assert starts == ["step", "saved", "beside compute", "bound by", "instead"]
+    assert "hbm" in printed[first]
+    assert "of 586 KiB" in printed[first]
+    assert run("train", "--out", out, "--resume", "--hbm-budget", "2GiB", "--stop-after", 3) == 0
+    assert run("train", "--out", out, "--resume", "--hbm-budget", "None", "--host-budget", "None") == 0
+    assert state(out) == state(tmp_path / "whole")
+    assert records(out) == records(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("budgets", "message"),
+    [
+        (("--hbm-budget", "many"), "--hbm-budget many: is no size in bytes; write it as 2GiB, 800MB or 1000000"),
+        (("--hbm-budget", "2 GiBi"), "--hbm-budget 2 GiBi: is no size"),
+        (("--hbm-budget", "nan"), "--hbm-budget nan: is no size"),
+        (("--hbm-budget", "0MB"), "--hbm-budget 0MB: must be above 0"),
+        (("--hbm-budget", "-1"), "--hbm-budget -1: must be above 0"),
+        (("--hbm-budget", "9" * 400), "must be above 0 and at most 1 EiB"),
+        (("--hbm-budget", "1GB", "--host-budget", "0"), "--host-budget 0: must be above 0"),
+        (("--host-budget", "1GB"), "--host-budget 1GB: has no use without --hbm-budget"),
+        (("--hbm-budget", "1000"), "the smallest budget that works is "),
+    ],
+)
+def test_a_budget_that_cannot_be_is_named_and_makes_no_folder(
+    tmp_path: Path,
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    budgets: tuple[str, ...],
+    message: str,
+) -> None:
+    out = tmp_path / "run"
+    assert message in fails(capsys, monkeypatch, "train", *SMALL, "--data", text, "--out", out, *budgets)
+    assert not out.exists()
+
+
+def test_budgets_are_read_as_people_write_them() -> None:
+    for written, size in (("2GiB", 2 << 30), ("800MB", 800_000_000), ("1.5 kb", 1500), ("12", 12), ("3TiB", 3 << 40)):
+        assert TrainSettings(hbm_budget=written).budgets == {"hbm": size}
 
 
 def test_a_finished_run_resumes_to_nothing(tmp_path: Path, text: Path) -> None:

@@ -132,6 +132,22 @@ def test_four_ranks_train_with_copies_and_more_ranks_than_rows(tmp_path: Path, t
     assert records(out)[-1]["held_out_loss"] == pytest.approx(records(reference)[-1]["held_out_loss"], rel=1e-4)
 
 
+def test_two_ranks_train_within_a_budget_and_refuse_another_in_one_line(tmp_path: Path, text: Path) -> None:
+    out, reference = tmp_path / "out", tmp_path / "reference"
+    common = ("train", *SMALL, "--data", text, "--steps", 2)
+    assert run(*common, "--out", reference) == 0
+    ended = launch(2, MODULE, *common, "--out", out, "--ep", 2, "--hbm-budget", "1000")
+    assert ended.status != 0
+    assert len(ended.told) == 1
+    assert "the smallest budget" in ended.told[0]
+    assert not out.exists()
+    ended = launch(2, MODULE, *common, "--out", out, "--ep", 2, "--hbm-budget", "1MB", "--host-budget", "1MB")
+    assert ended.status == 0, ended.errors
+    assert ended.output.count("step: ") == 1
+    for line, expected in zip(records(out), records(reference), strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
 def test_another_number_of_processes_is_one_line_and_makes_no_folder(tmp_path: Path, text: Path) -> None:
     ended = launch(2, MODULE, "train", *SMALL, "--data", text, "--out", tmp_path / "out", "--fsdp", 3)
     assert ended.status != 0

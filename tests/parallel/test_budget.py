@@ -1,0 +1,86 @@
+"""A step within budgets over ranks: one schedule for all, the same values, in the memory that was predicted."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from functional_moe import memory, optim, parallel
+from functional_moe.budget import plan_step
+from functional_moe.parallel import World
+from functional_moe.parameters import init
+from functional_moe.sharding import model_layout
+from functional_moe.train_step import init_state, make_train_step
+from tests.functional_moe.test_budget import MIDDLE
+
+ROWS, SEQ = 4, 256
+
+
+def budgeted_step(sizes: tuple[int, int, int], budget: str) -> dict[str, Any]:
+    """One step of this rank; its bytes, loss and instructions."""
+    layout = model_layout(MIDDLE, parallel.make_mesh(*sizes))
+    optimizer = optim.sgd(0.1)
+    state = init_state(init(MIDDLE, 0, layout=layout), optimizer, MIDDLE)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(MIDDLE.vocab_size, (ROWS // dist.get_world_size(), SEQ), generator=generator)
+    batch = {"tokens": tokens, "targets": tokens.roll(-1, 1), "segment_ids": torch.ones_like(tokens)}
+    world = World(dist.get_rank(), dist.get_world_size(), control=dist.group.WORLD)
+    planned_within = functools.partial(
+        plan_step,
+        MIDDLE,
+        optimizer,
+        state,
+        batch,
+        layout=layout,
+        gather=functools.partial(world.gather, "measurements"),
+    )
+    planned = None
+    if budget != "none":
+        bytes_ = 1 << 40
+        if budget == "tight":
+            try:
+                planned_within({"hbm": 1})
+            except memory.PlanError as error:
+                bytes_ = 1 + error.missing
+        planned = planned_within({"hbm": bytes_})
+    step = make_train_step(
+        MIDDLE, optimizer, layout=layout, schedule=None if planned is None else planned.plan.schedule
+    )
+    local = parallel.local_parts(state)
+    stands = sum(
+        leaf.nbytes
+        for leaf in pytree.tree_leaves((local.params, local.opt_state, batch, local.balance))
+        if isinstance(leaf, Tensor)
+    )
+    with memory.LiveBytes() as counted:
+        _, metrics = step(state, batch)
+        peak = counted.peak
+    return {
+        "loss": float(metrics.loss),
+        "norm": float(metrics.grad_norm),
+        "peak": stands + peak,
+        "predicted": None if planned is None else planned.peak,
+        "instructions": None if planned is None else str(planned.plan.schedule),
+    }
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)], ids=["fsdp", "ep"])
+def test_ranks_run_one_schedule_within_the_budget(mesh: tuple[int, int, int]) -> None:
+    pool = parallel.shared_pool()
+    plain = pool.run(budgeted_step, 2, mesh, "none")
+    for budget in ("ample", "tight"):
+        found = pool.run(budgeted_step, 2, mesh, budget)
+        assert found[0]["instructions"] == found[1]["instructions"]
+        for one, reference in zip(found, plain, strict=True):
+            assert one["loss"] == pytest.approx(reference["loss"], rel=1e-6)
+            assert one["norm"] == pytest.approx(reference["norm"], rel=1e-5)
+            assert 0.85 * one["predicted"] <= one["peak"] <= 1.02 * one["predicted"], (
+                budget,
+                one["peak"],
+                one["predicted"],
+            )
+            assert budget == "ample" or one["peak"] < reference["peak"] / 1.5
