@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -206,10 +206,10 @@ def batches(config: MoEConfig, rows: int) -> list[dict[str, Tensor]]:
 def assert_equal(found: Outcome, expected: Outcome, tolerance: float = 1e-5) -> None:
     """Counts and balance exactly; the rest by the norms of leaves.
 
-    Parameters are held to ``tolerance``, and so are the gradients of the first step, in float64 to 1e-9; a thousandth of
-    the whole gradient's norm is added to a leaf's, because one that is mathematically nothing is nothing but rounding.
-    From then on parameters differ by what float32 makes of norms and of Newton-Schulz, whatever the dtype, and gradients
-    follow them: later ones, and the moments that add them up, are held to ``tolerance`` of the whole.
+    Parameters are held to ``tolerance``, and so are the gradients of the first step, in float64 to 1e-9; a thousandth
+    of the whole gradient's norm is added to a leaf's, because one that is mathematically nothing is nothing but
+    rounding. From then on parameters differ by what float32 makes of norms and of Newton-Schulz, whatever the dtype,
+    and gradients follow them: later ones, and the moments that add them up, are held to ``tolerance`` of the whole.
     """
     assert all(torch.equal(a, b) for a, b in zip(found.counts, expected.counts, strict=True))
     assert torch.equal(found.state.balance, expected.state.balance)
@@ -247,8 +247,17 @@ def schedule_of(config: MoEConfig, name: str) -> dict[str, memory.Recipe]:
     return recipes
 
 
+def run_all(problems: Sequence[Problem], mesh: Mesh | None = None) -> list[Outcome]:
+    return [run_steps(problem, mesh) for problem in problems]
+
+
 def on_ranks(problem: Problem, mesh: Mesh) -> list[Outcome]:
-    return parallel.shared_pool().run(run_steps, math.prod(mesh), problem, mesh)
+    return [found for (found,) in all_on_ranks([problem], mesh)]
+
+
+def all_on_ranks(problems: Sequence[Problem], mesh: Mesh) -> list[list[Outcome]]:
+    """Of each rank, the outcome of each problem."""
+    return parallel.shared_pool().run(run_all, math.prod(mesh), problems, mesh)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -443,3 +452,154 @@ def drawn_in_parts(sizes: tuple[int, int, int]) -> Any:
 def test_initial_values_do_not_depend_on_the_mesh(mesh: tuple[int, int, int]) -> None:
     for config, found in parallel.shared_pool().run(drawn_in_parts, mesh[0] * mesh[1] * mesh[2], mesh):
         torch.testing.assert_close(found, init(config, seed=3), rtol=0, atol=0)
+
+
+# --- what went wrong elsewhere ---
+
+
+def silent(config: MoEConfig) -> Any:
+    """Parameters of one layer that adds nothing: the state of token i is the unit vector e_i to the end."""
+    params = pytree.tree_map(torch.zeros_like, doubled(init(config, seed=0)))
+    (layer,) = params["layers"]
+    for scale in (layer["attention_norm"], layer["mlp_norm"], params["final_norm"]):
+        scale.fill_(1.0)
+    params["embedding"].copy_(torch.eye(config.vocab_size, config.hidden_size))
+    return params
+
+
+TWO_EXPERTS = MoEConfig(
+    vocab_size=5,
+    hidden_size=5,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=2,
+    num_experts=2,
+    num_experts_per_tok=1,
+    norm_topk_prob=False,
+    moe_intermediate_size=3,
+    balance_update_rate=0.3,
+    compute_dtype="float64",
+)
+NORMED = 1 / math.sqrt(1 / TWO_EXPERTS.hidden_size + TWO_EXPERTS.rms_norm_eps)
+"""What rms_norm makes of the 1 in a unit vector."""
+
+
+def two_losses() -> Problem:
+    """Token 0 is predicted at 2 nats, once; token 1 at 10 nats, nine times. The last two rows are of padding."""
+    config, params = TWO_EXPERTS, silent(TWO_EXPERTS)
+    for token, nats in ((0, 2.0), (1, 10.0)):
+        # One target among five, the others alike: -log softmax is log(1 + 4 exp(-logit)).
+        params["head"][token, 2] = -math.log(math.expm1(nats) / 4) / NORMED
+    tokens = torch.tensor([[0] * 5, [0] * 5, [1] * 5, [1] * 5, [0] * 5, [0] * 5])
+    targets = torch.full_like(tokens, 2)
+    targets[0, 1:], targets[1], targets[3, 4] = -100, -100, -100
+    segment_ids = torch.ones_like(tokens)
+    segment_ids[4:] = 0
+    return Problem(config, params, [{"tokens": tokens, "targets": targets, "segment_ids": segment_ids}])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows"),
+    [
+        ((2, 1, 1), (2, 4)),
+        ((1, 2, 1), (2, 4)),
+        ((3, 1, 1), (2, 2, 2)),
+        ((1, 1, 3), (2, 2, 2)),
+        ((2, 2, 1), (2, 2, 2, 0)),
+    ],
+    ids=str,
+)
+def test_a_mean_of_means_is_not_taken(mesh: Mesh, rows: tuple[int, ...]) -> None:
+    # torchtitan PR 4167, transformers 35203: (loss sum, tokens) = (2, 1), (90, 9) is 9.2, not 6.0; the third rank has
+    # nothing to predict, nor one of the first's microbatches.
+    problem = two_losses()._replace(rows=rows)
+    expected = run_steps(problem)
+    for found in all_on_ranks([problem, problem._replace(accumulate=2)], mesh):
+        for outcome in found:
+            assert float(outcome.metrics[0].loss) == pytest.approx(9.2, rel=1e-12)
+            assert all(bool(leaf.isfinite().all()) for leaf in outcome.gradients[0].values())
+            assert_equal(outcome, expected, 1e-6)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 3, 1), (1, 6, 1), (1, 2, 2), (2, 1, 2)], ids=str)
+def test_an_experts_gradient_is_independent_of_ep(mesh: Mesh) -> None:
+    # pytorch 160285, torchtitan PR 1551, Megatron PR 5956: it was ep times too large; pytorch PR 167178: also where ep
+    # is the world's size, and the FSDP degree 1.
+    problem = Problem(CONFIG, doubled(init(CONFIG, seed=1)), batches(CONFIG, 7)[:1])
+    (expected,) = run_steps(problem).gradients
+    for found in on_ranks(problem, mesh):
+        for layer in (1, 2):
+            for matrix in ("gate_up", "down"):
+                ours, theirs = (one[f"layers.{layer}.experts.{matrix}"] for one in (found.gradients[0], expected))
+                assert ours.flatten(1).norm(dim=1).min() > 0
+                ratio = ours.flatten(1).norm(dim=1) / theirs.flatten(1).norm(dim=1)
+                torch.testing.assert_close(ratio, torch.ones(6, dtype=torch.float64), rtol=1e-9, atol=0)
+        # The norm that is reported is that of all of them, each once (DeepSpeed 8475, Megatron PR 5916).
+        whole = torch.stack([leaf.norm() for leaf in found.gradients[0].values()]).norm()
+        torch.testing.assert_close(found.metrics[0].grad_norm.double(), whole, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)], ids=str)
+def test_a_router_has_its_gradient_without_any_coefficient(mesh: Mesh) -> None:
+    # torchtitan PR 2532, transformers 48687: lost where a DTensor became local, but for what came by the balance loss.
+    config = dataclasses.replace(CONFIG, router_aux_loss_coef=0.0, router_z_loss_coef=0.0)
+    problem = Problem(config, doubled(init(config, seed=1)), batches(config, 5)[:1])
+    (expected,) = run_steps(problem).gradients
+    for found in on_ranks(problem, mesh):
+        for name in ("layers.1.router", "layers.2.router", "layers.1.shared_gate"):
+            assert expected[name].norm() > 1e-4
+            torch.testing.assert_close(found.gradients[0][name], expected[name], rtol=1e-9, atol=1e-12)
+
+
+def balanced(coefficient: float, times: int = 1, accumulate: int = 1) -> Problem:
+    config = dataclasses.replace(CONFIG, router_aux_loss_coef=coefficient, router_z_loss_coef=0.0)
+    batch = {key: torch.cat([value] * times) for key, value in batches(config, 4)[0].items()}
+    return Problem(config, doubled(init(config, seed=1)), [batch], accumulate=accumulate)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
+def test_the_auxiliary_loss_scales_with_nothing_but_its_coefficient(mesh: Mesh) -> None:
+    # Megatron PR 3769: neither with ranks, nor with microbatches, nor with the same batch twice.
+    close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
+    none, once = (run_steps(balanced(c)).gradients[0]["layers.1.router"] for c in (0.0, 0.1))
+    assert (once - none).norm() > 1e-3
+    ways = [(times, accumulate) for times in (1, 2) for accumulate in (1, 2)]
+    for found in all_on_ranks([balanced(c, *way) for way in ways for c in (0.1, 0.2)], mesh):
+        gradients = [one.gradients[0]["layers.1.router"] for one in found]
+        for with_coefficient, with_its_double in zip(gradients[::2], gradients[1::2], strict=True):
+            close(with_coefficient, once)
+            close(with_its_double - none, 2 * (once - none))
+
+
+def four_tokens(recipe: str, ranks: int, zero_router: bool) -> Problem:
+    """Three tokens choose expert 0 and one expert 1, each in a row of its own beside padding; four microbatches."""
+    problem = two_losses()
+    if not zero_router:
+        problem.params["layers"][0]["router"][:2] = torch.eye(2)
+    empty = 4 * ranks - 4
+    tokens = torch.tensor([[0, 2], [1, 2], [0, 2], [0, 2]] + [[2, 2]] * empty)
+    segment_ids = torch.tensor([[1, 0]] * 4 + [[0, 0]] * empty)
+    batch = {"tokens": tokens, "targets": torch.full_like(tokens, 2), "segment_ids": segment_ids}
+    order = torch.arange(4 * ranks).view(4, ranks).t().flatten()  # so that each rank has some
+    return problem._replace(
+        batches=[{key: value[order] for key, value in batch.items()}] * 2,
+        accumulate=4,
+        recipes=schedule_of(problem.config, recipe),
+        balance=torch.tensor([[0.1, 0.0]]) if zero_router else None,
+    )
+
+
+@pytest.mark.parametrize("zero_router", [False, True])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (1, 2, 1)], ids=str)
+def test_the_balance_moves_once_whatever_is_recomputed(mesh: Mesh, zero_router: bool) -> None:
+    # torchtitan 1304, 1593, 4494: counts [3, 1] move it by [-0.3, 0.3], with accumulation 4 and recomputation on.
+    # torchtitan 1117, 3336: where all scores tie, replays choose what was chosen; the bias alone decides.
+    problems = [four_tokens(recipe, math.prod(mesh), zero_router) for recipe in RECIPES]
+    expected = run_steps(problems[0])
+    counts, balance = ([[[4, 0]], [[0, 4]]], [[0.1, 0.0]]) if zero_router else ([[[3, 1]]] * 2, [[-0.6, 0.6]])
+    for found in all_on_ranks(problems, mesh):
+        for outcome in found:
+            assert_equal(outcome, expected)
+            assert [counted.tolist() for counted in outcome.counts] == counts
+            torch.testing.assert_close(outcome.state.balance, torch.tensor(balance))
