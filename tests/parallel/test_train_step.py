@@ -279,6 +279,22 @@ def test_two_steps_equal_those_of_one_process(mesh: Mesh, accumulate: int, recip
         assert_equal(found, expected, 1e-6)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_kept_graph_finds_its_layer_though_others_had_the_buffer(accumulate: int) -> None:
+    """Six layers of one size in one to four buffers; a layer that came back elsewhere would be another's."""
+    config = dataclasses.replace(CONFIG, num_hidden_layers=6, first_k_dense_replace=0)
+    problem = Problem(config, doubled(init(config, seed=1)), batches(config, 4)[:1], accumulate=accumulate)
+    expected = run_steps(problem)
+    ways = [
+        problem._replace(prefetch=prefetch, recipes=schedule_of(config, recipe))
+        for prefetch in range(3)
+        for recipe in ("keep", "attention kept")
+    ]
+    for found in all_on_ranks(ways, (2, 1, 1)):
+        for outcome in found:
+            assert_equal(outcome, expected)
+
+
 # --- the same for any mesh, sizes, schedule and rows ---
 
 ALL_MESHES = sorted(
