@@ -207,6 +207,37 @@ def test_an_expert_without_tokens_may_hold_nan():
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("path", ["one by one", "one by one, rounded slices", "all at a time"])
+@pytest.mark.parametrize(("hidden", "width"), SIZES)
+def test_rows_of_others_reach_no_result_and_no_gradient(path, hidden, width):
+    """pytorch 154557, 172439: what lies past an expert's last row, and past the last offset, may be anything.
+
+    Slices may reach into neighbours' rows so that few lengths occur; expert 1's are NaN here, and expert 2 has none.
+    """
+    params = expert_tree(4, hidden, width, torch.float32)
+    decision = decide(torch.tensor([[0], [1], [3], [3], [1], [0], [3]]), 4)
+    assert int(decision.dispatch.offsets[-1]) == 7  # so that no row is past it
+    x, weights = random(7, hidden, dtype=torch.float32), random(7, 1, seed=1, dtype=torch.float32)
+    poisoned = x.clone()
+    poisoned[[1, 4]] = torch.nan
+
+    def run(x):
+        value, pull_back = torch.func.vjp(lambda p, a, w: routed_experts(p, a, decision, w), params, x, weights)
+        return value, *pull_back(torch.ones_like(value))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_one_by_one", lambda x: path != "all at a time")
+        patch.setattr(module, "rows_per_shape", lambda x: 4 if path.endswith("slices") else 1)
+        clean, found = run(x), run(poisoned)
+    others, alive = [0, 2, 3, 5, 6], [0, 2, 3]
+    for index in (0, 2, 3):  # the outputs, and the gradients by tokens and weights
+        assert torch.equal(found[index][others], clean[index][others])
+        assert bool(found[index][[1, 4]].isnan().all())
+    for name, gradient in found[1].items():
+        assert torch.equal(gradient[alive], clean[1][name][alive])
+        assert torch.equal(gradient[2], torch.zeros_like(gradient[2]))
+
+
 def test_bf16_experts_stay_close_to_fp32():
     params = expert_tree(4, 16, 8, torch.float32)
     x, weights = random(6, 16, dtype=torch.float32), random(6, 2, seed=1, dtype=torch.float32).softmax(-1)

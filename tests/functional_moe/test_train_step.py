@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from functional_moe import optim
-from functional_moe.chain import loss_fn
+from functional_moe import memory, optim
+from functional_moe.chain import loss_fn, make_chain
 from functional_moe.config import MoEConfig
 from functional_moe.model import Batch
 from functional_moe.optimizers import OptimizerSettings, make_optimizer, make_schedule
@@ -100,6 +100,77 @@ def test_balance_moves_once_per_step(accumulate: int) -> None:
     state, _ = make_train_step(ODD, sgd(), accumulate=accumulate)(make_state(), make_batch(0))
     assert set(state.balance.abs().flatten().tolist()) <= {0.0, torch.tensor(0.3).item()}
     assert state.balance.abs().sum() > 0
+
+
+RECIPES = {
+    "recompute": (memory.Recipe(record=False), memory.Recipe(record=False, input="recompute")),
+    "offload": (
+        memory.Recipe(record=False, input="offload", residuals={"core": "offload"}),
+        memory.Recipe(record=False, input="offload", residuals={"decision": "offload"}),
+    ),
+    "both": (
+        memory.Recipe(record=False, input="offload", residuals={"core": "recompute"}),
+        memory.Recipe(record=False, input="recompute", residuals={"decision": "offload"}),
+    ),
+}
+"""Of the two halves of a layer."""
+
+
+class Watched(memory.AdversarialCopies):
+    """Whose memory is copied, and how much."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.sources: set[int] = set()
+
+    def start(self, source: torch.Tensor, destination: torch.Tensor) -> memory.Copy:
+        self.sources.add(source.untyped_storage().data_ptr())
+        return super().start(source, destination)
+
+
+@pytest.mark.parametrize("zero_router", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_recomputed_or_offloaded_gives_the_same_bits(recipe: str, zero_router: bool) -> None:
+    """pytorch 122729 ff.; torchtune 1867, Megatron 7398, torchtitan PR 2581; torchtitan 1117, 3336 where scores tie.
+
+    In fp32, for accumulation 4 too, with copies that come as late as they may into memory that is used again.
+    """
+    chain = make_chain(ODD)
+    halves = dict(zip(("attention", "experts"), RECIPES[recipe], strict=True))
+    halves["dense"] = halves["experts"]._replace(residuals={})
+    recipes = {segment.name: halves[segment.kind] for segment in chain.segments[1:-1]}
+    state, batch = make_state(), make_batch(0)
+    if zero_router:
+        for layer in state.params["layers"][1:]:
+            layer["router"].zero_()
+    held = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(state)}
+    for accumulate in (1, 4):
+        schedule = memory.make_schedule(chain, recipes, microbatches=accumulate)
+        for seed in range(3):
+            copies = Watched(seed)
+            step = make_train_step(
+                ODD, sgd(), schedule=schedule, slabs={memory.HOST: 1 << 16}, copies=copies, accumulate=accumulate
+            )
+            plain = make_train_step(ODD, sgd(), accumulate=accumulate)(state, batch)
+            for leaf, expected in zip(pytree.tree_leaves(step(state, batch)), pytree.tree_leaves(plain), strict=True):
+                assert torch.equal(leaf, expected)
+            # Parameters are where they are: only boundaries and residuals go.
+            assert not copies.sources & held
+            assert bool(copies.sources) == (recipe != "recompute")
+
+
+def test_evaluation_changes_nothing() -> None:
+    """torchtitan 1304: the counts of an evaluation were added to those of the next step."""
+    optimizer = make_optimizer(ODD, OptimizerSettings(), steps=10)
+    step = make_train_step(ODD, optimizer, accumulate=2)
+    state, _ = step(make_state(optimizer=optimizer), make_batch(0))
+    undisturbed = step(state, make_batch(1))
+    copies = pytree.tree_map(torch.clone, state)
+    first = loss_fn(state.params, state.balance, make_batch(2), ODD)
+    chex.assert_trees_all_equal(first, loss_fn(state.params, state.balance, make_batch(2), ODD))
+    assert int(first[1].counts.sum()) > 0
+    chex.assert_trees_all_equal(state, copies)
+    chex.assert_trees_all_equal(step(state, make_batch(1)), undisturbed)
 
 
 def test_a_step_leaves_its_inputs_alone_and_repeats_bit_for_bit() -> None:

@@ -182,6 +182,55 @@ def test_gradients_that_share_memory_are_added_up_apart() -> None:
         check_equal(run(schedule, chain, parameters, batches, 0), reference(chain, parameters, batches))
 
 
+def aliasing(depth: int) -> Chain:
+    """Every residual is a view of another, of the segment's input or output, or the same tensor under another name."""
+
+    def first(parameters: Any, x: None, context: Any, residuals: Any) -> Result:
+        return Result(context["x"] * parameters["p"]["scale"])
+
+    def middle(parameters: Any, x: Tensor, context: Any, residuals: Any) -> Result:
+        scale = parameters["p"]["scale"]
+        found = residuals.get("hidden")
+        hidden = torch.tanh(x * scale).detach() if found is None else found["itself"]
+        again = residuals.get("again", hidden)
+        columns = residuals.get("columns", hidden.T[1:])
+        of_input = residuals.get("of input", x.detach()[:, ::2])
+        # Each is read, and the gradient goes through the input and the parameter alone.
+        mixed = hidden + 2 * again + columns.T.repeat(1, 2)[:, :3] + of_input.sum()
+        out = torch.sin(x) * mixed * scale
+        kept = {"hidden": {"itself": hidden, "twice": hidden}, "again": again, "columns": columns, "of input": of_input}
+        return Result(out, residuals=kept)
+
+    def last(parameters: Any, x: Tensor, context: Any, residuals: Any) -> Result:
+        return Result(None, x.square().sum())
+
+    names = ("hidden", "again", "columns", "of input")
+    middles = [Segment(f"middle{index}", ("p",), middle, "middle", names) for index in range(depth)]
+    return Chain((Segment("first", ("p",), first, "first"), *middles, Segment("last", (), last, "last")), lambda b: b)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_views_and_tensors_that_are_saved_twice_come_back(data: st.DataObject) -> None:
+    """torchtune 1867, Megatron 7398, torchtitan PR 2581: pooled buffers, a tensor saved twice, views."""
+    depth, microbatches = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    chain = aliasing(depth)
+    parameters = {"p": {"scale": torch.tensor([0.7, -1.3, 0.4])}}
+    batches = [{"x": torch.arange(12.0).view(4, 3) / 9 + index} for index in range(microbatches)]
+    chosen = {}
+    for index, segment in enumerate(chain.segments[1:-1]):
+        policies = {name: data.draw(st.sampled_from(POLICIES)) for name in segment.residuals}
+        chosen[segment.name] = Recipe(False, data.draw(st.sampled_from(POLICIES if index else POLICIES[:2])), policies)
+    lag, lead = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
+    order = data.draw(st.sampled_from(["depth_first", "layer_major"]))
+    schedule = make_schedule(chain, chosen, microbatches=microbatches, order=order, lag=lag, lead=lead)
+    found = run(schedule, chain, parameters, batches, data.draw(st.integers(0, 99)))
+    expected = reference(chain, parameters, batches)
+    assert torch.equal(found.loss, expected.loss)
+    # One leaf of all segments, whose summands come in another order.
+    torch.testing.assert_close(found.gradients["p"], expected.gradients["p"], rtol=1e-5, atol=1e-6)
+
+
 def test_an_output_that_its_own_graph_has_saved_outlives_its_drop() -> None:
     # The next segment's input goes before this segment runs backwards, whose graph has kept the same memory.
     def first(parameters: Any, x: None, context: Any, residuals: Any) -> Result:

@@ -254,6 +254,13 @@ INPUT = Value("input", "layer0.choose")
         (Drop(Value("gradient", "layer0")), None, "at the end: the gradient of layer0 is still in hbm"),
         (Offload(INPUT), Offload(INPUT, HBM), "hbm is where values are computed"),
         (Offload(INPUT), Offload(Value("graph", "layer0.mix")), "a graph cannot leave hbm"),
+        # torchtune 1867: parameters are never offloaded as activations.
+        (Offload(INPUT), Offload(Value("parameters", "layer0")), "a parameters cannot leave hbm"),
+        (
+            Offload(INPUT),
+            Offload(Value("gradient", "layer0")),
+            "offload gradient of layer0 to host: reads .* not in hbm",
+        ),
         (Offload(INPUT), Offload(Value("input", "layer9.mix")), "the chain has the segments"),
         (Offload(INPUT), Offload(Value("input", "layer0.choose", 1)), "the schedule has 1 microbatches"),
         (Backward("embed"), None, "at the end: embed of microbatch 0 never ran backwards"),

@@ -25,8 +25,12 @@ from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
 from functional_moe import optim, parallel
+from functional_moe.config import MoEConfig
 from functional_moe.data import rank_rows
 from functional_moe.parallel import CheckpointError, _checkpoint_storage
+from functional_moe.parameters import init, labels, matrix_axes
+from functional_moe.sharding import model_layout
+from functional_moe.train_step import TrainState, init_state, make_train_step
 
 EXAMPLES = settings(max_examples=12, deadline=None)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -239,7 +243,7 @@ def train_step(state: State) -> State:
     )
 
 
-def whole(state: State) -> State:
+def whole(state: Any) -> Any:
     return pytree.tree_map(lambda leaf: parallel.unshard({"": leaf})[""] if isinstance(leaf, DTensor) else leaf, state)
 
 
@@ -274,6 +278,85 @@ def test_six_steps_are_three_and_three_more_after_a_restore(tmp_path: Path, mesh
         torch.testing.assert_close(leaves, wanted, rtol=1e-5, atol=1e-6)
     moments = [leaf for leaf in pytree.tree_leaves(at_three.opt_state) if leaf.numel() > 1]
     assert len(moments) == 5 and all(leaf.abs().sum() > 0 for leaf in moments)
+
+
+# The same of the model's own step.
+
+MODEL = MoEConfig(
+    vocab_size=11,
+    hidden_size=10,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    head_dim=4,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=5,
+    intermediate_size=7,
+    first_k_dense_replace=1,
+    balance_update_rate=0.05,
+    initializer_range=0.3,
+    compute_dtype="float64",  # so that sums over other numbers of ranks differ by nothing that Muon could amplify
+)
+
+
+def model_optimizer(layout: parallel.Layout) -> optim.GradientTransformation:
+    """Clipping, Muon with owners and AdamW with a schedule."""
+    of_leaves = labels(MODEL)
+    adamw = optim.adamw(optim.warmup_cosine_decay_schedule(0.0, 0.03, 2, 9))
+    by_label = dict.fromkeys(pytree.tree_leaves(of_leaves), adamw)
+    orthogonalize = parallel.owner_orthogonalize(layout)
+    by_label["matrix"] = optim.muon(0.05, matrix_axes(MODEL), orthogonalize=orthogonalize)
+    norm = functools.partial(parallel.global_norm, layout=layout)
+    return optim.chain(optim.clip_by_global_norm(0.5, norm), optim.partition(by_label, of_leaves))
+
+
+def model_batch(step: int) -> dict[str, torch.Tensor]:
+    """This rank's rows of a batch that follows from the step alone, as ``data.batch_at`` gives it."""
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens, targets = torch.randint(MODEL.vocab_size, (2, 5, 6), generator=generator)
+    rows = rank_rows(5, dist.get_rank(), dist.get_world_size())
+    return {"tokens": tokens[rows.start : rows.stop], "targets": targets[rows.start : rows.stop]}
+
+
+def train_model(
+    mesh_sizes: tuple[int, int], folder: Path, save_at: int | None, steps: int, checkpoint: Path | None = None
+) -> tuple[TrainState, TrainState, list[float]]:
+    """The state before and after so many steps, in full, and the losses."""
+    layout = model_layout(MODEL, parallel.make_mesh(*mesh_sizes))
+    tx = model_optimizer(layout)
+    params = pytree.tree_map(lambda leaf: leaf.double(), init(MODEL, seed=1))
+    before = state = init_state(parallel.shard(params, layout), tx, MODEL)
+    if checkpoint is not None:
+        template = pytree.tree_map(lambda leaf: leaf.to("meta"), state)
+        before = state = parallel.load_sharded(checkpoint, template, identity=IDENTITY)
+    step = make_train_step(MODEL, tx, layout=layout, reduce_dtype=torch.float64)
+    losses = []
+    for _ in range(steps):
+        if int(state.step) == save_at:
+            parallel.save_sharded(folder, save_at, state, identity=IDENTITY)
+        state, metrics = step(state, model_batch(int(state.step)))
+        losses.append(float(metrics.loss))
+    return whole(before), whole(state), losses
+
+
+@pytest.mark.parametrize("mesh_sizes", [(2, 1), (1, 2), (1, 1), (4, 1), (2, 2)])
+def test_six_steps_of_the_model_are_three_and_three_more(tmp_path: Path, mesh_sizes: tuple[int, int]) -> None:
+    # pytorch 91205, 172439; torchtitan 809, 848; torchtitan 1222: the balance is part of the state
+    _, undisturbed, losses = parallel.spawn(train_model, 2, (2, 1), tmp_path, 3, 6)[0]
+    _, at_three, _ = parallel.spawn(train_model, 2, (2, 1), tmp_path, None, 3)[0]
+    moments = [leaf for leaf in pytree.tree_leaves(at_three.opt_state) if leaf.ndim]
+    assert all(leaf.any() for leaf in moments) and len(moments) > 20
+    assert at_three.balance.any() and not torch.equal(at_three.balance, undisturbed.balance)
+    checkpoint, ranks = tmp_path / "000003", math.prod(mesh_sizes)
+    for loaded, resumed, later in parallel.spawn(train_model, ranks, mesh_sizes, tmp_path, None, 3, checkpoint):
+        assert same(loaded, at_three)
+        if mesh_sizes == (2, 1):
+            assert same(resumed, undisturbed) and later == losses[3:]
+        assert torch.equal(resumed.balance, undisturbed.balance) and int(resumed.step) == 6
+        assert later == pytest.approx(losses[3:], rel=1e-5)
+        leaves, wanted = pytree.tree_leaves(resumed), pytree.tree_leaves(undisturbed)
+        torch.testing.assert_close(leaves, wanted, rtol=1e-4, atol=1e-5)  # float32 in the norm and in Newton-Schulz
 
 
 # --- what does not fit ---

@@ -129,12 +129,12 @@ def whole_by(scale="shape"):
     return functools.partial(optim.orthogonalize_whole, scale=scale)
 
 
-def direction(sizes, tree, placed, axes, options):
+def direction(sizes, tree, placed, axes, by_shard=True):
     """The orthogonalised tree in full, and that of the shards taken for matrices."""
     layout = parallel.make_layout(mesh_of(sizes), placed, tree)
     shards = parallel.local(parallel.shard(tree, layout))
-    right = hook(layout, shards, axes, whole_by(), **options)
-    wrong = optim.orthogonalize_here(shards, axes, whole_by())
+    right = hook(layout, shards, axes, whole_by())
+    wrong = optim.orthogonalize_here(shards, axes, whole_by()) if by_shard else shards
     return tuple(parallel.unshard(parallel.from_local(found, layout)) for found in (right, wrong))
 
 
@@ -144,7 +144,7 @@ def test_a_shard_is_not_taken_for_the_matrix(dim):
     tree = {"w": leaf_of((256, 256), 0)}
     wanted = whole_by()(tree, {"w": IN_OUT})["w"]
     sizes, placed = {"fsdp": 2, "ep": 1}, {"w": (Shard(dim), Replicate())}
-    for right, wrong in parallel.spawn(direction, 2, sizes, tree, placed, {"w": IN_OUT}, {}):
+    for right, wrong in parallel.spawn(direction, 2, sizes, tree, placed, {"w": IN_OUT}):
         assert (right["w"] - wanted).norm() / wanted.norm() < 1e-5
         # The bug, up to the scale of the shards' shape.
         per_shard = wrong["w"] / (math.sqrt(2) if dim == 0 else 1)
@@ -159,10 +159,66 @@ def test_each_matrix_of_a_stack_is_by_itself(dim):
     stack[2] = 0
     wanted = [whole_by()([expert], [IN_OUT])[0] for expert in stack]
     sizes, placed = {"fsdp": 3, "ep": 1}, {"w": (Shard(dim), Replicate())}
-    for right, _ in parallel.spawn(direction, 3, sizes, {"w": stack}, placed, {"w": IN_OUT}, {}):
+    for right, _ in parallel.spawn(direction, 3, sizes, {"w": stack}, placed, {"w": IN_OUT}):
         assert torch.equal(right["w"][2], torch.zeros(32, 16))
         for expert in (0, 1, 3):
             assert (right["w"][expert] - wanted[expert]).norm() / wanted[expert].norm() < 1e-5
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_fused_blocks_on_shards_keep_their_own_matrices_and_scales(dim, axis):
+    # xtuner PR 2030, Megatron PR 6326: concat(Q, 1e-3 K, V), cut through its blocks or across them.
+    blocks = [leaf_of((16, width), width) * factor for width, factor in ((40, 1.0), (8, 1e-3), (9, 1.0))]
+    wanted = [whole_by()([block], [IN_OUT])[0] for block in blocks]
+    axes = MatrixAxes(out=axis, in_=-3 - axis, out_blocks=(40, 8, 9))
+    leaf = torch.cat(blocks, 1) if axis == -1 else torch.cat(blocks, 1).T.contiguous()
+    sizes, placed = {"fsdp": 3, "ep": 1}, {"w": (Shard(dim), Replicate())}
+    for right, _ in parallel.spawn(direction, 3, sizes, {"w": leaf}, placed, {"w": axes}, False):
+        found = right["w"] if axis == -1 else right["w"].T
+        for block, expected in zip(found.split([40, 8, 9], 1), wanted, strict=True):
+            assert (block - expected).norm() / expected.norm() < 1e-5
+
+
+def first_step(sizes, factor):
+    """The first update of both groups for a gradient of so many times its size, and the rates over eight steps."""
+    names = ["matrix", "fused", "stack"]
+    params = {**tree_of(names), "bias": leaf_of((5,), 9)}
+    placed = {name: (Shard(0), Replicate()) for name in params}
+    layout = parallel.make_layout(mesh_of(sizes), placed, params)
+    cut = parallel.local(parallel.shard(params, layout))
+
+    def schedule(peak):
+        return optim.warmup_cosine_decay_schedule(peak / 10, peak, 2, 9)
+
+    by_label = {
+        "muon": optim.muon(
+            schedule(0.2), {**axes_of(names), "bias": IN_OUT}, orthogonalize=parallel.owner_orthogonalize(layout)
+        ),
+        "adamw": optim.adamw(schedule(0.01), eps=1e-12),
+    }
+    tx = optim.chain(
+        optim.clip_by_global_norm(1.0, functools.partial(parallel.global_norm, layout=layout)),
+        optim.partition(by_label, {**dict.fromkeys(names, "muon"), "bias": "adamw"}),
+    )
+    grads = pytree.tree_map(lambda leaf: factor * leaf, cut)
+    state, updates, rates = tx.init(cut), [], []
+    for _ in range(8):
+        update, state = tx.update(grads, state, cut)
+        updates.append(update)
+        rates.append({name: float(rate) for name, rate in optim.learning_rates(state).items()})
+    return parallel.unshard(parallel.from_local(updates[0], layout)), rates
+
+
+def test_the_first_step_on_shards_does_not_see_the_gradients_scale():
+    # DeepSpeed 7713: clipping came after Muon, and a scheduler overwrote one group's rate.
+    sizes = {"fsdp": 3, "ep": 1}
+    results = {factor: parallel.spawn(first_step, 3, sizes, factor) for factor in (0.01, 1.0, 10.0)}
+    for factor, found in results.items():
+        for (update, rates), (wanted, _) in zip(found, results[1.0], strict=True):
+            assert_close(update, wanted)
+            assert all(rate["muon"] == pytest.approx(20 * rate["adamw"], rel=1e-6) for rate in rates), factor
+            assert len({rate["muon"] for rate in rates}) > 5
 
 
 CONFIG = MoEConfig(
