@@ -47,16 +47,15 @@ def budgeted_step(sizes: tuple[int, int, int], budget: str) -> dict[str, Any]:
             except memory.PlanError as error:
                 bytes_ = 1 + error.missing
         planned = planned_within({"hbm": bytes_})
-    step = make_train_step(
-        MIDDLE, optimizer, layout=layout, schedule=None if planned is None else planned.plan.schedule
-    )
+    schedule = None if planned is None else planned.plan.schedule
     local = parallel.local_parts(state)
     stands = sum(
         leaf.nbytes
         for leaf in pytree.tree_leaves((local.params, local.opt_state, batch, local.balance))
         if isinstance(leaf, Tensor)
     )
-    with memory.LiveBytes() as counted:
+    with memory.LiveBytes() as counted:  # the step's gather buffers are made with it
+        step = make_train_step(MIDDLE, optimizer, layout=layout, schedule=schedule)
         _, metrics = step(state, batch)
         peak = counted.peak
     return {
