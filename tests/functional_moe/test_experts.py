@@ -229,6 +229,8 @@ def test_rows_of_others_reach_no_result_and_no_gradient(path, hidden, width):
         patch.setattr(module, "_one_by_one", lambda x: path != "all at a time")
         patch.setattr(module, "rows_per_shape", lambda x: 4 if path.endswith("slices") else 1)
         clean, found = run(x), run(poisoned)
+    expected = routed_experts(params, x, decision, weights, "reference")
+    torch.testing.assert_close(clean[0], expected, **TOLERANCE[torch.float32])
     others, alive = [0, 2, 3, 5, 6], [0, 2, 3]
     for index in (0, 2, 3):  # the outputs, and the gradients by tokens and weights
         assert torch.equal(found[index][others], clean[index][others])
