@@ -385,12 +385,36 @@ class _Search:
     def _model(self, pace: Pace) -> Model:
         """The model, and the memory that is not the recipes': what the verifier counts of a plain schedule."""
         if pace not in self.models:
-            self.models[pace] = self.problem.model(pace)
             plain = recompute_all(self.problem.chain)
-            trial = self._go_through((), pace, plain)
-            alone = dataclasses.replace(self.problem, recipes=tuple((recipe,) for recipe in plain.values())).model(pace)
-            self.bases[pace] = self._counted(trial) - alone.levels(np.zeros((1, len(plain)), dtype=np.int64))[0]
+            self.bases[pace] = self._besides(plain, pace)
+            self.models[pace] = self._corrected(self.problem.model(pace), plain, pace)
         return self.models[pace]
+
+    def _besides(self, recipes: Mapping[str, Recipe], pace: Pace) -> Numbers:
+        """[runs]: bytes in HBM that the verifier counts of a schedule beyond those that the model does."""
+        alone = dataclasses.replace(self.problem, recipes=tuple((recipe,) for recipe in recipes.values())).model(pace)
+        levels = alone.levels(np.zeros((1, len(recipes)), dtype=np.int64))[0]
+        return self._counted(self._go_through((), pace, recipes)) - levels
+
+    def _corrected(self, model: Model, plain: Mapping[str, Recipe], pace: Pace) -> Model:
+        """The model with what a recomputed input changes besides the values of its recipe.
+
+        It puts replays of several segments in a row, so that gradients and fetched values are there with others than
+        in a plain schedule. Every second segment's is counted at once: neighbours would make longer rows.
+        """
+        hbm, count = [part.copy() for part in model.hbm], len(model.hbm)
+        names = [segment.name for segment in self.problem.chain.segments]
+        for parity in (0, 1):
+            some = [number for number in range(1, count) if number % 2 == parity and model.recomputed[number].any()]
+            if not some:
+                continue
+            again = {names[number]: plain[names[number]]._replace(input="recompute") for number in some}
+            off = self._besides({**plain, **again}, pace) - self.bases[pace]
+            for number in some:
+                # The replays and backwards of this segment, and of the one before.
+                runs = slice(count + 2 * (count - 1 - number), count + 2 * (count + 1 - number))
+                hbm[number][np.ix_(model.recomputed[number], range(runs.start, runs.stop))] += np.nan_to_num(off[runs])
+        return dataclasses.replace(model, hbm=tuple(hbm))
 
     def _counted(self, trial: _Trial) -> Numbers:
         """[runs]: bytes in HBM during each run and until the next, the most over microbatches."""

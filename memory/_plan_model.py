@@ -450,11 +450,13 @@ def solve(
     upper = np.full(columns, np.inf)
     upper[:binaries] = 1
     upper[carried:level] = longest
+    lower = np.zeros(columns)
+    lower[level:] = -np.inf  # less than in the schedule that the rest was counted in
     result = milp(
         cost,
         constraints=table.constraint(columns),
         integrality=whole,
-        bounds=Bounds(np.zeros(columns), upper),
+        bounds=Bounds(lower, upper),
         options={"mip_rel_gap": gap, "node_limit": nodes},
     )
     if result.x is None:
