@@ -394,7 +394,8 @@ class _Search:
         """[runs]: bytes in HBM that the verifier counts of a schedule beyond those that the model does."""
         alone = dataclasses.replace(self.problem, recipes=tuple((recipe,) for recipe in recipes.values())).model(pace)
         levels = alone.levels(np.zeros((1, len(recipes)), dtype=np.int64))[0]
-        return self._counted(self._go_through((), pace, recipes)) - levels
+        besides: Numbers = self._counted(self._go_through((), pace, recipes)) - levels
+        return besides
 
     def _corrected(self, model: Model, plain: Mapping[str, Recipe], pace: Pace) -> Model:
         """The model with what a recomputed input changes besides the values of its recipe.
@@ -413,7 +414,7 @@ class _Search:
             for number in some:
                 # The replays and backwards of this segment, and of the one before.
                 runs = slice(count + 2 * (count - 1 - number), count + 2 * (count + 1 - number))
-                hbm[number][np.ix_(model.recomputed[number], range(runs.start, runs.stop))] += np.nan_to_num(off[runs])
+                hbm[number][model.recomputed[number], runs] += np.nan_to_num(off[runs])
         return dataclasses.replace(model, hbm=tuple(hbm))
 
     def _counted(self, trial: _Trial) -> Numbers:

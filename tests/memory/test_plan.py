@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -202,6 +203,51 @@ def test_seventy_four_layers_are_planned_with_bounded_work() -> None:
     assert best.tried * len(best.schedule) < 20_000
     assert best.timeline.seconds < uniform_seconds(problem, recompute_all(problem.chain), budgets)
     assert best.timeline.reports[HBM].peak <= budgets[HBM]
+
+
+@pytest.mark.parametrize("layers", [8, 16, 24])
+def test_the_memory_of_a_schedule_by_hand_is_enough_for_a_plan(layers: int) -> None:
+    """Two microbatches per gather, gradients that stay longer: a recomputed input changes what is there together."""
+    attention, experts = Layer(2048, 2048, 8192, 4096, 4096), Layer(2048, 0, 32768, 65536, 12288)
+    problem = paired(make_problem([attention, experts] * layers, 2.0**14, 2.0**15, gather=1.0, reduce=0.5))
+    first, second, *_ = problem.chain.segments
+    menu = {
+        first.kind: [Recipe(False, entry, {"core": "recompute"}) for entry in ("keep", "offload")],
+        second.kind: [Recipe(False, entry) for entry in ("keep", "offload", "recompute")],
+        "head": [Recipe()],
+    }
+    gathers = Gathers(dict.fromkeys(problem.chain.layers, 16384), 1, settle=4)
+    by_hand = {
+        segment.name: Recipe(False, "recompute" if number % 2 else "offload" if number else "keep")
+        for number, segment in enumerate(problem.chain.segments[:-1])
+    }
+    schedule = make_schedule(
+        problem.chain,
+        by_hand,
+        microbatches=2,
+        order="layer_major",
+        gathers=gathers,
+        lag=PACES[0].lag,
+        lead=PACES[0].lead,
+    )
+    timeline = simulate(schedule, *problem)
+    budgets = {tier: report.peak for tier, report in timeline.reports.items()}
+    best = plan(*problem, budgets, microbatches=2, order="layer_major", gathers=gathers, recipes=menu, paces=PACES[:1])
+    assert best.timeline.seconds <= timeline.seconds
+
+
+def paired(problem: Problem) -> Problem:
+    """Every two segments read one layer, as those of a transformer do."""
+    names = [segment.name for segment in problem.chain.segments]
+    layer = {name: names[number - number % 2] for number, name in enumerate(names)}
+    segments = tuple(segment._replace(layers=(layer[segment.name],)) for segment in problem.chain.segments)
+    profiles = {
+        name: dataclasses.replace(profile, gradient={layer[name]: {name: profile.gradient[name]["weight"]}})
+        for name, profile in problem.sizes.segments.items()
+    }
+    return problem._replace(
+        chain=problem.chain._replace(segments=segments), sizes=dataclasses.replace(problem.sizes, segments=profiles)
+    )
 
 
 def test_equal_inputs_give_the_same_plan() -> None:
