@@ -467,9 +467,14 @@ def peak_bytes(bucket_bytes):
     layout = parallel.make_layout(mesh_of({"fsdp": 4, "ep": 1}), dict.fromkeys(tree, (Shard(0), Replicate())), tree)
     shards = parallel.local(parallel.shard(tree, layout))
     orthogonalize = parallel.owner_orthogonalize(layout, bucket_bytes=bucket_bytes)
-    with Held() as held:
-        out = orthogonalize(shards, dict.fromkeys(tree, IN_OUT), lambda updates, axes: [x.clone() for x in updates])
-    return held.peak - sum(leaf.nbytes for leaf in out.values())
+    axes = dict.fromkeys(tree, IN_OUT)
+    peaks = []
+    # gloo's threads let go of a message a moment after it is done, which can only add: the least of three counts.
+    for _ in range(3):
+        with Held() as held:
+            out = orthogonalize(shards, axes, lambda updates, axes: [x.clone() for x in updates])
+        peaks.append(held.peak - sum(leaf.nbytes for leaf in out.values()))
+    return min(peaks)
 
 
 def test_no_rank_holds_more_than_its_matrices_of_a_bucket_and_a_bucket_each_way():
