@@ -76,7 +76,7 @@ def bytes_of(name, args):
         return (RANKS - 1) * args[0].nbytes // RANKS
     if name == "all_reduce":
         return 2 * (RANKS - 1) * args[0].nbytes // RANKS
-    raise NotImplementedError(f"bytes of {name}")
+    raise ValueError(f"no formula for the bytes that {name} sends")
 
 
 def gathered(layout, updates, axes, whole):

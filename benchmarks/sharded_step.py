@@ -79,7 +79,7 @@ class SentBytes(TorchDispatchMode):
             elif any(part in name for part in ("allgather", "reduce_scatter", "alltoall")):
                 self.bytes += size * (ranks - 1) / ranks
             else:
-                raise NotImplementedError(name)
+                raise ValueError(f"no formula for the bytes that {name} sends")
             self.messages += 1
         return func(*args, **(kwargs or {}))
 
