@@ -111,8 +111,8 @@ class LoadParts(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """There are only tensors."""
-        raise NotImplementedError
+        """Refused: a checkpoint holds tensors alone."""
+        raise TypeError(f"{read_item.dest_index.fqn!r} is no tensor; a checkpoint holds nothing else")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Where to write what is read."""

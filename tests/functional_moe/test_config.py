@@ -80,16 +80,23 @@ def test_impossible_combination_names_the_field_and_its_value(make_config, field
     assert f"MoEConfig.{field} = {value!r}:" in str(error.value)
 
 
-def test_the_borders_of_the_possible_are_possible(make_config):
-    make_config(num_experts_per_tok=5)
-    make_config(num_experts_per_tok=1, norm_topk_prob=False)
-    make_config(first_k_dense_replace=2, intermediate_size=3)
-    make_config(n_group=5, topk_group=2)
-    make_config(num_experts=6, n_group=3, topk_group=2, num_experts_per_tok=4)
-    make_config(head_dim=None, hidden_size=8)
-    make_config(partial_rotary_factor=1 / 3)  # 2 of 6
-    make_config(num_key_value_heads=1)
-    make_config(num_key_value_heads=4)
+BORDERS = [
+    {"num_experts_per_tok": 5},
+    {"num_experts_per_tok": 1, "norm_topk_prob": False},
+    {"first_k_dense_replace": 2, "intermediate_size": 3},
+    {"n_group": 5, "topk_group": 2},
+    {"num_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 4},
+    {"head_dim": None, "hidden_size": 8},
+    {"partial_rotary_factor": 1 / 3},  # 2 of 6
+    {"num_key_value_heads": 1},
+    {"num_key_value_heads": 4},
+]
+
+
+@pytest.mark.parametrize("fields", BORDERS, ids=str)
+def test_the_borders_of_the_possible_are_possible(make_config, fields):
+    config = make_config(**fields)
+    assert {name: getattr(config, name) for name in fields} == fields
 
 
 def test_widths_not_given_follow_the_others(make_config):
