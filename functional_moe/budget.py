@@ -32,6 +32,7 @@ from .memory import (
     PlanError,
     SegmentSeconds,
     Sizes,
+    least,
     measure_seconds,
     plan,
     profile_here,
@@ -44,6 +45,10 @@ from .train_step import TrainState, microbatches
 
 _LINK_BYTES = 1 << 24
 """Copied to measure a link: enough for latency not to matter, and soon done."""
+
+
+COUNTS = 6
+"""How often the memory of segments that exchange tokens is counted, for the least."""
 
 
 class StepPlan(NamedTuple):
@@ -110,13 +115,18 @@ def plan_step(
       ValueError: for a batch whose rows ``accumulate`` does not divide.
     """
     sharding = None if layout is None else make_sharding(config, layout, None, torch.float32)
-    chain = make_chain(config, "fused", None if sharding is None else sharding.expert_parallel)
+    expert_parallel = None if sharding is None else sharding.expert_parallel
+    chain = make_chain(config, "fused", expert_parallel)
     here = local_parts(state)
     part = Microbatch(microbatches(batch, accumulate)[0], here.balance, count_totals(batch))
     layers: Mapping[str, Any] = by_layer(here.params)
     parameters = layers if sharding is None else GatheredLayers(sharding.layers.store(layers))
 
-    sizes = profile_here(chain, parameters, part)
+    # gloo's threads hold what an exchange of tokens sent for a moment after it is done: in every fifth count or so.
+    counts = [profile_here(chain, parameters, part) for _ in range(1 if expert_parallel is None else COUNTS)]
+    sizes = dataclasses.replace(
+        counts[0], segments={name: least([one.segments[name] for one in counts]) for name in counts[0].segments}
+    )
     resident = {
         "parameters": _bytes(here.params),
         "optimizer state": _bytes(here.opt_state),

@@ -48,6 +48,7 @@ from ._profile import LiveBytes as LiveBytes
 from ._profile import SegmentProfile as SegmentProfile
 from ._profile import Sizes as Sizes
 from ._profile import Variant as Variant
+from ._profile import least as least
 from ._profile import profile_chain as profile_chain
 from ._profile import profile_context as profile_context
 from ._profile import profile_here as profile_here

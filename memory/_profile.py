@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -198,6 +198,20 @@ def profile_here(chain: Chain, parameters: Parameters, batch: Any) -> Sizes:
     previous = dict(zip(names, [None, *names[:-1]], strict=True))
     profile = profile_chain(chain, parameters, batch)
     return Sizes(profile, previous, {}, {}, {}, context=profile_context(chain, batch))
+
+
+def least(counts: Sequence[SegmentProfile]) -> SegmentProfile:
+    """Of several counts of one segment, what none of them has more than it must.
+
+    What is still held of something before adds to a graph, or to a peak. Where it adds to the graph, the backward,
+    which is counted from there, has as much less: so the least of both together is taken.
+    """
+    first = counts[0]
+    graph = {given: min(one.graph[given] for one in counts) for given in first.graph}
+    forward = {variant: min(one.forward[variant] for one in counts) for variant in first.forward}
+    both = {given: min(one.graph[given] + one.backward[given] for one in counts) for given in first.backward}
+    backward = {given: peak - graph[given] for given, peak in both.items()}
+    return dataclasses.replace(first, graph=graph, forward=forward, backward=backward)
 
 
 def variants_of(segment: Segment) -> tuple[tuple[str, ...], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from typing import Any
 
@@ -22,8 +23,11 @@ from functional_moe.memory import (
     ResidentStore,
     Result,
     Segment,
+    SegmentProfile,
+    Variant,
     buffer_sizes,
     execute,
+    least,
     make_schedule,
     profile_chain,
     profile_context,
@@ -190,3 +194,14 @@ def test_a_residual_that_is_not_returned_raises() -> None:
 
 def test_a_tree_is_counted_as_it_lies_in_a_slab() -> None:
     assert tree_bytes({"a": torch.zeros(1), "b": (torch.zeros(65), 3, None)}) == 256 + 512
+
+
+def test_the_least_of_counts_has_nothing_of_what_was_held_late() -> None:
+    """A message of 5 that is held on in one count's graph, in another's backward, in a third's forward."""
+    variant = Variant(True, ())
+    clean = SegmentProfile(1, {}, {(): 10}, {}, {variant: 30}, {(): 20}, {(): 7}, {(): 7})
+    in_graph = dataclasses.replace(clean, graph={(): 15}, backward={(): 15})
+    in_backward = dataclasses.replace(clean, backward={(): 25})
+    in_forward = dataclasses.replace(clean, forward={variant: 35})
+    for counts in ([in_graph, in_backward, in_forward], [in_forward, in_graph], [clean]):
+        assert least(counts) == clean

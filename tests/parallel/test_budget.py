@@ -55,8 +55,8 @@ def budgeted_step(sizes: tuple[int, int, int], budget: str) -> dict[str, Any]:
         if isinstance(leaf, Tensor)
     )
     peaks = []
-    # gloo's threads let go of a message a moment after it is done, which can only add: the least of three counts.
-    for _ in range(3):
+    # gloo's threads let go of a message a moment after it is done, which can only add: the least of some counts.
+    for _ in range(6):
         with memory.LiveBytes() as counted:  # the step's gather buffers are made with it
             step = make_train_step(MIDDLE, optimizer, layout=layout, schedule=schedule)
             _, metrics = step(state, batch)
@@ -76,9 +76,7 @@ def budgeted_step(sizes: tuple[int, int, int], budget: str) -> dict[str, Any]:
 def test_ranks_run_one_schedule_within_the_budget(mesh: tuple[int, int, int]) -> None:
     pool = parallel.shared_pool()
     plain = pool.run(budgeted_step, 2, mesh, "none")
-    # With tokens that travel, two measurements of working memory may differ by a tenth (not understood yet), so the
-    # smallest budget of one need not do for the next.
-    for budget in ("ample", "tight") if mesh[1] == 1 else ("ample",):
+    for budget in ("ample", "tight"):
         found = pool.run(budgeted_step, 2, mesh, budget)
         assert found[0]["instructions"] == found[1]["instructions"]
         for one, reference in zip(found, plain, strict=True):

@@ -469,8 +469,8 @@ def peak_bytes(bucket_bytes):
     orthogonalize = parallel.owner_orthogonalize(layout, bucket_bytes=bucket_bytes)
     axes = dict.fromkeys(tree, IN_OUT)
     peaks = []
-    # gloo's threads let go of a message a moment after it is done, which can only add: the least of three counts.
-    for _ in range(3):
+    # gloo's threads let go of a message a moment after it is done, which can only add: the least of some counts.
+    for _ in range(6):
         with Held() as held:
             out = orthogonalize(shards, axes, lambda updates, axes: [x.clone() for x in updates])
         peaks.append(held.peak - sum(leaf.nbytes for leaf in out.values()))
