@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -469,7 +469,10 @@ class _Search:
         """Tries neighbours of the best while that helps."""
         key = _by_peak if smallest else _by_time
         while self.work < self.effort:
-            best = min((trial for trial in self.trials.values() if self._counts(trial, smallest)), key=key)
+            known = [trial for trial in self.trials.values() if self._counts(trial, smallest)]
+            if not known:
+                return
+            best = min(known, key=key)
             for choices, pace in self._neighbours(best, smallest):
                 trial = self.trial(choices, pace)
                 if self._counts(trial, smallest) and key(trial) < key(best):
@@ -533,8 +536,25 @@ class _Search:
                 moves += [move for move in found if len({number for number, _ in move}) == count]
         return moves
 
+    def _refuse_tier(self) -> NoReturn:
+        """Says which further tier is too small for any schedule that was found."""
+        trials = list(self.trials.values()) or [self.trial((0,) * len(self.problem.recipes), self.paces[0])]
+        best = min(trials, key=lambda trial: (trial.over, *_by_peak(trial)))
+        budgets = self.problem.budgets
+        excess = {tier: one.peak - budgets.get(tier, one.peak) for tier, one in best.reports.items() if tier != HBM}
+        tier = max(excess, key=excess.__getitem__)
+        raise PlanError(
+            f"no schedule fits {budgets[tier]:,} bytes of {tier}: the smallest budget found that works is "
+            f"{best.reports[tier].peak:,}; the recipes leave no value in {HBM} or to be computed again instead",
+            tier,
+            excess[tier],
+        )
+
     def _refuse(self) -> None:
-        best = min((trial for trial in self.trials.values() if not trial.over), key=_by_peak)
+        within = [trial for trial in self.trials.values() if not trial.over]
+        if not within:
+            self._refuse_tier()
+        best = min(within, key=_by_peak)
         report = best.reports[HBM]
         where = describe(best.schedule.instructions[report.at]) if report.at >= 0 else "the beginning"
         further = ", ".join(f"{limit:,} of {tier}" for tier, limit in self.problem.budgets.items() if tier != HBM)

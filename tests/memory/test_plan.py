@@ -339,3 +339,15 @@ def test_it_is_explained_in_five_lines() -> None:
     assert [line.split(":")[0] for line in lines] == ["step", "saved", "beside compute", "bound by", "instead"]
     assert "kind0 (8): " in lines[1] and "graph kept" in lines[1]
     assert "keep all needs" in lines[4] and "recompute all" in lines[4]
+
+
+def test_a_further_tier_that_no_recipe_fits_is_named() -> None:
+    chain, sizes, costs = make_problem([Layer()] * 3)
+    offloading = {chain.segments[0].kind: [Recipe(False, "keep", {"core": "offload"})]}
+    with pytest.raises(PlanError, match=r"no schedule fits 10 bytes of host: the smallest .* is 1,536") as refused:
+        plan(chain, sizes, costs, {HBM: 10**6, HOST: 10}, recipes=offloading)
+    assert refused.value.tier == HOST
+    enough = 10 + refused.value.missing
+    assert (
+        plan(chain, sizes, costs, {HBM: 10**6, HOST: enough}, recipes=offloading).timeline.reports[HOST].peak == enough
+    )
