@@ -59,6 +59,8 @@ class StepPlan(NamedTuple):
     """Bytes of the tiers that values are moved to."""
     update: int
     """Bytes of HBM at the peak of the optimizer's update, with all that stands then."""
+    expert_parts: int
+    """In which tokens go through their experts."""
 
     @property
     def peak(self) -> int:
@@ -86,10 +88,11 @@ def plan_step(
     *,
     layout: Layout | None = None,
     accumulate: int = 1,
+    expert_parts: Sequence[int] = (1,),
     copies: Copies | None = None,
     gather: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> StepPlan:
-    """The fastest schedule of a step whose memory fits.
+    """The fastest schedule of a step whose memory fits, with the first of ``expert_parts`` for which there is one.
 
     Runs every kind of segment, and the update, some times on the arguments: memory is counted, and time taken, where
     training will be. Nothing is changed.
@@ -107,6 +110,8 @@ def plan_step(
       budgets: bytes of each tier on this process: ``"hbm"``, and further ones that values may go to.
       layout: where the parameters live; then every rank calls this.
       accumulate: microbatches per step.
+      expert_parts: as the step takes it; the later ones are for when nothing fits, because every part is rounded and
+        added by itself: a choice by measured time would not be the same in another run.
       copies: how values get to further tiers; by default within the host's memory.
       gather: the values of all ranks from this rank's; needed with a layout, because all run one schedule.
 
@@ -114,9 +119,30 @@ def plan_step(
       PlanError: nothing fits; names the smallest budget of HBM that works, and what fills it.
       ValueError: for a batch whose rows ``accumulate`` does not divide.
     """
+    refused = []
+    for parts in expert_parts:
+        try:
+            return _plan_step(config, optimizer, state, batch, budgets, layout, accumulate, parts, copies, gather)
+        except PlanError as error:
+            refused.append(error)
+    raise min(refused, key=lambda error: error.missing)
+
+
+def _plan_step(
+    config: MoEConfig,
+    optimizer: GradientTransformation,
+    state: TrainState,
+    batch: Batch,
+    budgets: Mapping[str, int],
+    layout: Layout | None,
+    accumulate: int,
+    expert_parts: int,
+    copies: Copies | None,
+    gather: Callable[[Any], list[Any]],
+) -> StepPlan:
     sharding = None if layout is None else make_sharding(config, layout, None, torch.float32)
     expert_parallel = None if sharding is None else sharding.expert_parallel
-    chain = make_chain(config, "fused", expert_parallel)
+    chain = make_chain(config, "fused", expert_parallel, expert_parts)
     here = local_parts(state)
     part = Microbatch(microbatches(batch, accumulate)[0], here.balance, count_totals(batch))
     layers: Mapping[str, Any] = by_layer(here.params)
@@ -155,7 +181,7 @@ def plan_step(
     planned, refused = _within(budgets, found, costs, chain, accumulate, sharding)
     if planned is not None and update <= budgets.get(HBM, update):
         slabs = {tier: report.peak for tier, report in planned.timeline.reports.items() if tier != HBM}
-        return StepPlan(planned, slabs, update)
+        return StepPlan(planned, slabs, update, expert_parts)
     if refused is not None and budgets[HBM] + refused.missing >= update:
         raise refused
     listed = ", ".join(f"{name}: {size:,}" for name, size in found.sizes.resident[HBM].items())

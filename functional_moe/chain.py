@@ -70,7 +70,12 @@ def from_layers(layers: dict[str, Any]) -> Params:
     return {**layers["embed"], "layers": inner, **layers["head"]}
 
 
-def make_chain(config: MoEConfig, kernels: Kernels = "fused", expert_parallel: ExpertParallel | None = None) -> Chain:
+def make_chain(
+    config: MoEConfig,
+    kernels: Kernels = "fused",
+    expert_parallel: ExpertParallel | None = None,
+    expert_parts: int = 1,
+) -> Chain:
     """The chain of ``config``: from a :class:`Microbatch` to the training loss.
 
     Args:
@@ -85,7 +90,8 @@ def make_chain(config: MoEConfig, kernels: Kernels = "fused", expert_parallel: E
         attention = _attention(config, name, kernels)
         segments.append(Segment(f"{name}.attention", (name,), attention, "attention", ("core",)))
         if config.is_moe_layer(index):
-            function = _experts(config, name, index - config.first_k_dense_replace, kernels, expert_parallel)
+            row = index - config.first_k_dense_replace
+            function = _experts(config, name, row, kernels, expert_parallel, expert_parts)
             moe = Segment(f"{name}.feed_forward", (name,), function, "experts", ("decision",), ("decision",))
             segments.append(moe)
         else:
@@ -135,7 +141,14 @@ def _dense(config: MoEConfig, layer: str, kernels: Kernels) -> Any:
     return function
 
 
-def _experts(config: MoEConfig, layer: str, row: int, kernels: Kernels, expert_parallel: ExpertParallel | None) -> Any:
+def _experts(
+    config: MoEConfig,
+    layer: str,
+    row: int,
+    kernels: Kernels,
+    expert_parallel: ExpertParallel | None,
+    expert_parts: int,
+) -> Any:
     def function(parameters: Any, x: Tensor, context: Context, residuals: Any) -> Result:
         half = feed_forward_half(
             parameters[layer],
@@ -147,6 +160,7 @@ def _experts(config: MoEConfig, layer: str, row: int, kernels: Kernels, expert_p
             expert_parallel,
             residuals.get("decision"),
             output_is_needed(),
+            expert_parts,
         )
         stats = half.stats
         if stats is None:

@@ -59,6 +59,7 @@ class DryRun(NamedTuple):
     mesh: Mapping[str, int]  # outermost axis first
     tokens: int  # of a microbatch, per rank
     seq_len: int
+    expert_parts: int  # in which the tokens go through their experts
     chain: Chain
     profiles: Mapping[str, Any]  # memory.SegmentProfile, by segment
     operators: Mapping[str, SegmentOperators]  # by segment
@@ -97,7 +98,7 @@ class DryRun(NamedTuple):
         )
 
 
-def dry_run(config: MoEConfig, fsdp: int, ep: int, seq_len: int, rows: int = 1) -> DryRun:
+def dry_run(config: MoEConfig, fsdp: int, ep: int, seq_len: int, rows: int = 1, expert_parts: int = 1) -> DryRun:
     """Runs the step of rank 0 of ``fsdp * ep`` on fake tensors.
 
     Args:
@@ -105,6 +106,7 @@ def dry_run(config: MoEConfig, fsdp: int, ep: int, seq_len: int, rows: int = 1) 
       fsdp, ep: ranks along the axes of the mesh.
       seq_len: tokens of a sequence.
       rows: sequences of a microbatch.
+      expert_parts: in how many parts the tokens go through their experts.
 
     Raises:
       ValueError: for a layout that does not divide the model, or sequences longer than the model takes.
@@ -120,7 +122,7 @@ def dry_run(config: MoEConfig, fsdp: int, ep: int, seq_len: int, rows: int = 1) 
         mesh = make_mesh(fsdp, ep)
         layout = model_layout(config, mesh)
         sharding = make_sharding(config, layout, None, torch.float32)
-        chain = make_chain(config, "fused", sharding.expert_parallel)
+        chain = make_chain(config, "fused", sharding.expert_parallel, expert_parts)
         with FakeTensorMode(allow_non_fake_inputs=True):
             parameters = _gathered(sharding.layers, layout)
             tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
@@ -137,6 +139,7 @@ def dry_run(config: MoEConfig, fsdp: int, ep: int, seq_len: int, rows: int = 1) 
             axis_sizes(mesh),
             rows * seq_len,
             seq_len,
+            expert_parts,
             chain,
             profiles,
             operators,

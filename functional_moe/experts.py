@@ -1,140 +1,31 @@
-"""Tokens to their experts and back, without a dropped token or a scatter-add.
-
-Each token chooses exactly ``top_k`` experts, so sorting the choices by expert is a permutation of
-``tokens * top_k`` rows. Dispatch gathers a token's row for each of its choices; its backward gathers each choice's
-gradient row and sums over the ``top_k``. Combine is the same pair the other way round. Gathers alone are
-deterministic, and several times faster than ``index_put`` with accumulation.
-
-With expert parallelism experts are numbered in the order of the ranks that hold them; then the same sorting puts what
-goes to a rank into one run of rows, which travel there (``parallel.exchange``), and their outputs back.
-"""
+"""The experts of a layer: each a small SwiGLU network over the rows of the tokens that chose it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import einsum
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import ProcessGroup
+from torch.utils import _pytree as pytree
 
-from .kernels import Kernels, ReverseModeFunction, first_order_kernel
-from .parallel import Exchange, ExpertParallel, axis_size, exchange, exchange_back, plan_exchange
+from .dispatch import Decision, Part, from_rows, packed_rows, to_rows, weights_to_rows
+from .kernels import Kernels, first_order_kernel
+from .parallel import (
+    Exchange,
+    ExpertParallel,
+    Handle,
+    exchange,
+    exchange_back,
+    exchange_back_start,
+    exchange_start,
+)
 from .parameters import Params
 from .products import matmul, product, rows_per_shape
-
-
-class Dispatch(NamedTuple):
-    """The permutation that sorts the choices of tokens by expert. Rows are choices in sorted order."""
-
-    token_of_row: Tensor  # int64 [tokens * top_k]
-    row_of_choice: Tensor  # int64 [tokens, top_k]; the inverse
-    choice_of_row: Tensor  # int64 [tokens * top_k]; choices are numbered token * top_k + k
-    offsets: Tensor  # int32 [experts]; where each expert's rows end
-
-
-class Decision(NamedTuple):
-    """All that a layer decides of its tokens, without gradient: a residual. Handed back, nothing is decided again.
-
-    Its leaves are tensors alone (not even ``None``), so ``torch.func.vjp(..., has_aux=True)`` hands it out.
-    """
-
-    experts: Tensor  # int64 [tokens, top_k], as the router numbers them
-    dispatch: Dispatch  # with expert parallelism, over experts in the order of ranks
-    exchange: Exchange | tuple[()]  # () where every expert is here
-
-
-def decide(experts: Tensor, num_experts: int, expert_parallel: ExpertParallel | None = None) -> Decision:
-    """What follows from the choices of tokens. With expert parallelism, one small message; see ``plan_exchange``.
-
-    Args:
-      experts: int64 ``[tokens, top_k]``.
-      num_experts: of the layer, on all ranks together.
-      expert_parallel: how they are spread; ``None`` where every expert is here.
-
-    Raises:
-      ValueError: when ``expert_parallel`` is of another number of experts.
-    """
-    if expert_parallel is None:
-        return Decision(experts, plan_dispatch(experts, num_experts), ())
-    group, position = expert_parallel
-    if len(position) != num_experts:
-        raise ValueError(f"expert_parallel spreads {len(position)} experts; the layer has {num_experts}")
-    dispatch = plan_dispatch(position[experts], num_experts)
-    ends = dispatch.offsets.to(torch.int64)
-    counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(axis_size(group), -1)
-    # Without numbers to look at, every rank is taken to get as many rows: what balance aims at.
-    balanced = experts.numel() if isinstance(experts, FakeTensor) else None
-    return Decision(experts, dispatch, plan_exchange(counts, group, balanced))
-
-
-def plan_dispatch(experts: Tensor, num_experts: int) -> Dispatch:
-    """Sorts choices by expert, tokens in order within each.
-
-    Args:
-      experts: int64 ``[tokens, top_k]``.
-    """
-    tokens, top_k = experts.shape
-    flat = experts.reshape(-1)
-    choice_of_row = torch.argsort(flat, stable=True)
-    rows = torch.arange(tokens * top_k, device=experts.device)
-    row_of_choice = rows.scatter(0, choice_of_row, rows)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
-    counts = counts.scatter_add(0, flat, torch.ones_like(flat))
-    offsets = counts.cumsum(0).to(torch.int32)
-    return Dispatch(choice_of_row // top_k, row_of_choice.view(tokens, top_k), choice_of_row, offsets)
-
-
-class _GatherRows(ReverseModeFunction):
-    """``y[row] = x[source[row]]``, where every source stands in exactly ``rows.shape[1]`` rows: ``rows[source]``."""
-
-    @staticmethod
-    def forward(x: Tensor, source: Tensor, rows: Tensor) -> Tensor:
-        return x.index_select(0, source)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1], inputs[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        source, rows = ctx.saved_tensors
-        return _SumRows.apply(grad, source, rows), None, None
-
-
-class _SumRows(ReverseModeFunction):
-    """``y[source] = sum over k of x[rows[source, k]]``: the transpose of ``_GatherRows``."""
-
-    @staticmethod
-    def forward(x: Tensor, source: Tensor, rows: Tensor) -> Tensor:
-        return F.embedding_bag(rows, x, mode="sum")  # torch's name for gathering rows and summing them in one pass
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1], inputs[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        source, rows = ctx.saved_tensors
-        return _GatherRows.apply(grad, source, rows), None, None
-
-
-def to_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """Dispatch: ``x`` [tokens, hidden] to ``[tokens * top_k, hidden]``, sorted by expert."""
-    return _GatherRows.apply(x, dispatch.token_of_row, dispatch.row_of_choice)  # type: ignore[no-any-return]
-
-
-def weights_to_rows(weights: Tensor, dispatch: Dispatch) -> Tensor:
-    """The weight of each row: ``[tokens, top_k]`` to ``[tokens * top_k, 1]``."""
-    rows = dispatch.row_of_choice.reshape(-1, 1)
-    return _GatherRows.apply(weights.reshape(-1, 1), dispatch.choice_of_row, rows)  # type: ignore[no-any-return]
-
-
-def from_rows(y: Tensor, dispatch: Dispatch) -> Tensor:
-    """Combine: the sum of each token's rows, ``[tokens * top_k, hidden]`` to ``[tokens, hidden]``."""
-    return _SumRows.apply(y, dispatch.token_of_row, dispatch.row_of_choice)  # type: ignore[no-any-return]
 
 
 def _grouped_mm_takes(*operands: Tensor) -> bool:
@@ -334,16 +225,24 @@ def _experts_gradient(
     offsets: Tensor,
     needed: bool,
     inner: Tensor,
+    sums: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Makes the activations again from ``inner``; the products are not repeated."""
+    """Makes the activations again from ``inner``; the products are not repeated.
+
+    ``sums`` are gradients of ``gate_up`` and ``down`` by other rows, which are added to in place.
+    """
     cotangent = cotangent.contiguous()
     if not _one_by_one(rows):
         grad_hidden = _matmul(cotangent, down.transpose(-1, -2), offsets)
         grad_inner, hidden, grad_weights = _weighted_swiglu_gradient(grad_hidden, inner, weights)
         grad_rows = _matmul(grad_inner, gate_up.transpose(-1, -2), offsets)
-        return grad_rows, _outer(rows, grad_inner, offsets), _outer(hidden, cotangent, offsets), grad_weights
-    grads = tuple(torch.empty_like(x) for x in (rows, gate_up, down, weights))
-    grad_rows, grad_gate_up, grad_down, grad_weights = grads
+        if sums is None:
+            return grad_rows, _outer(rows, grad_inner, offsets), _outer(hidden, cotangent, offsets), grad_weights
+        sums[0].add_(_outer(rows, grad_inner, offsets))
+        sums[1].add_(_outer(hidden, cotangent, offsets))
+        return grad_rows, *sums, grad_weights
+    grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
+    grad_gate_up, grad_down = sums or (torch.empty_like(gate_up), torch.empty_like(down))
     for block in _blocks(rows, offsets):
         grad_hidden = product(cotangent[block.around], down[block.expert].t())
         grad_inner, hidden, grad_weight = _weighted_swiglu_gradient(
@@ -352,34 +251,154 @@ def _experts_gradient(
         grad_weights[block.rows] = grad_weight[block.own]
         grad_rows[block.rows] = product(grad_inner, gate_up[block.expert].t())[block.own]
         # Sums over rows want the expert's own and no others.
-        torch.mm(hidden[block.own].t(), cotangent[block.rows], out=grad_down[block.expert])
-        torch.mm(rows[block.rows].t(), grad_inner[block.own], out=grad_gate_up[block.expert])
-    return grads
+        _sum_rows(hidden[block.own], cotangent[block.rows], grad_down[block.expert], sums is not None)
+        _sum_rows(rows[block.rows], grad_inner[block.own], grad_gate_up[block.expert], sums is not None)
+    return grad_rows, grad_gate_up, grad_down, grad_weights
+
+
+def _sum_rows(x: Tensor, z: Tensor, out: Tensor, add: bool) -> None:
+    """``x.T @ z`` into ``out``, or added to it."""
+    if not add:
+        torch.mm(x.t(), z, out=out)
+    elif x.dtype == out.dtype:
+        out.addmm_(x.t(), z)
+    else:
+        out.add_(x.t() @ z)
 
 
 _fused_experts = first_order_kernel(_experts, _experts_gradient, differentiable=4)
 
 
-def _pack(
-    x: Tensor, weights: Tensor, token_of_row: Tensor, row_of_choice: Tensor, choice_of_row: Tensor
+class _Columns(NamedTuple):
+    """What travels with each of a run of tokens' choices, side by side in one message."""
+
+    of_tokens: tuple[Tensor, ...]  # each [tokens, width]
+    of_choices: Tensor  # [tokens, top_k]; the last column
+
+
+def _rows_start(some: _Columns, part: Part, group: ProcessGroup | None) -> Handle[tuple[Tensor, ...]]:
+    """One row for each choice, sorted by expert, where the experts are."""
+    source, choice = part.dispatch.token_of_row, part.dispatch.choice_of_row
+    if group is None or not isinstance(part.exchange, Exchange):
+
+        def rows() -> tuple[Tensor, ...]:
+            last = some.of_choices.reshape(-1).index_select(0, choice)[:, None].to(some.of_tokens[0].dtype)
+            return (*(x.index_select(0, source) for x in some.of_tokens), last)
+
+        return Handle(rows)
+    widths = [x.shape[1] for x in some.of_tokens] + [1]
+    packed = some.of_tokens[0].new_empty(len(source), sum(widths))
+    for x, columns in zip(some.of_tokens, packed.split(widths, 1), strict=False):
+        torch.index_select(x, 0, source, out=columns)
+    packed[:, -1] = some.of_choices.reshape(-1).index_select(0, choice)
+    return exchange_start(packed, part.exchange, group, widths)
+
+
+def _home_start(rows: tuple[Tensor, ...], part: Part, group: ProcessGroup | None) -> Handle[Tensor]:
+    """The columns of ``rows``, joined, where the tokens are, sorted as the part's choices."""
+    if group is None or not isinstance(part.exchange, Exchange):
+        return Handle(lambda: torch.cat(rows, 1) if len(rows) > 1 else rows[0])
+    return exchange_back_start(rows, part.exchange, group)
+
+
+def _one_after_the_other(
+    columns: Sequence[_Columns],
+    parts: Sequence[Part],
+    group: ProcessGroup | None,
+    compute: Callable[[Part, tuple[Tensor, ...]], tuple[Tensor, ...]],
+    finish: Callable[[int, Tensor], None],
+) -> None:
+    """Rows of one part travel while those of another are computed: two parts are in memory, whatever their number."""
+    leaving: Handle[Tensor] | None = None
+    arriving = _rows_start(columns[0], parts[0], group)
+    for index, part in enumerate(parts):
+        rows = arriving.wait()
+        if index + 1 < len(parts):
+            arriving = _rows_start(columns[index + 1], parts[index + 1], group)
+        computed = _home_start(compute(part, rows), part, group)
+        if leaving is not None:
+            finish(index - 1, leaving.wait())
+        leaving = computed
+    if leaving is not None:
+        finish(len(parts) - 1, leaving.wait())
+
+
+def _parts(
+    x: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    group: ProcessGroup | None,
+    needed: bool,
+    structure: pytree.TreeSpec,
+    *leaves: Tensor,
 ) -> tuple[Tensor]:
-    """``to_rows(x)`` with ``weights_to_rows(weights)`` as one more column, so that both travel in one message."""
-    packed = x.new_empty(len(token_of_row), x.shape[1] + 1)
-    torch.index_select(x, 0, token_of_row, out=packed[:, :-1])
-    packed[:, -1] = weights.reshape(-1).index_select(0, choice_of_row)
-    return (packed,)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not needed:
+        return (out,)
+    parts: tuple[Part, ...] = pytree.tree_unflatten(list(leaves), structure)
+    tokens = [len(part.dispatch.row_of_choice) for part in parts]
+    columns = [_Columns((one,), weight) for one, weight in zip(x.split(tokens), weights.split(tokens), strict=True)]
+    results = out.split(tokens)
+
+    def compute(part: Part, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (_experts(rows[0], gate_up, down, rows[1], part.offsets, True)[0],)
+
+    def finish(index: int, rows: Tensor) -> None:
+        results[index].copy_(F.embedding_bag(parts[index].dispatch.row_of_choice, rows, mode="sum"))
+
+    _one_after_the_other(columns, parts, group, compute, finish)
+    return (out,)
 
 
-def _pack_gradient(
-    cotangent: Tensor, x: Tensor, weights: Tensor, token_of_row: Tensor, row_of_choice: Tensor, choice_of_row: Tensor
-) -> tuple[Tensor, Tensor]:
-    # The column of weights is summed along, because a part of the columns would be copied first.
-    grad_x = F.embedding_bag(row_of_choice, cotangent, mode="sum")[:, :-1]
-    grad_weights = cotangent[:, -1].index_select(0, row_of_choice.reshape(-1))
-    return grad_x, grad_weights.view_as(weights).to(weights.dtype)
+def _parts_gradient(
+    cotangent: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    group: ProcessGroup | None,
+    needed: bool,
+    structure: pytree.TreeSpec,
+    *leaves: Tensor,
+) -> tuple[Tensor, ...]:
+    """Takes the rows of each part, and their cotangents, to the experts again, where ``rows @ gate_up`` is repeated."""
+    parts: tuple[Part, ...] = pytree.tree_unflatten(list(leaves), structure)
+    tokens = [len(part.dispatch.row_of_choice) for part in parts]
+    columns = [
+        _Columns((one, grad), weight)
+        for one, grad, weight in zip(x.split(tokens), cotangent.split(tokens), weights.split(tokens), strict=True)
+    ]
+    grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
+    results = list(zip(grad_x.split(tokens), grad_weights.split(tokens), strict=True))
+    sums: tuple[Tensor, Tensor] | None = None
+
+    def compute(part: Part, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        nonlocal sums
+        of_x, of_cotangent, of_weights = rows
+        inner = _experts(of_x, gate_up, down, of_weights, part.offsets, False)[1]
+        grad_rows, *summed, grad_of_weights = _experts_gradient(
+            of_cotangent, of_x, gate_up, down, of_weights, part.offsets, True, inner, sums
+        )
+        if sums is None:
+            # Parts are added in fp32 or better, whatever a product rounds to.
+            wide = torch.promote_types(gate_up.dtype, torch.float32)
+            sums = summed[0].to(wide), summed[1].to(wide)
+        return grad_rows, grad_of_weights
+
+    def finish(index: int, rows: Tensor) -> None:
+        of_x, of_weights = results[index]
+        choices = parts[index].dispatch.row_of_choice
+        of_x.copy_(F.embedding_bag(choices, rows, mode="sum")[:, :-1])
+        of_weights.copy_(rows[:, -1].index_select(0, choices.reshape(-1)).view_as(of_weights))
+
+    _one_after_the_other(columns, parts, group, compute, finish)
+    if sums is None:
+        raise ValueError("no parts")
+    return grad_x, grad_weights, sums[0].to(gate_up.dtype), sums[1].to(down.dtype)
 
 
-_packed_rows = first_order_kernel(_pack, _pack_gradient, differentiable=2)
+_experts_in_parts = first_order_kernel(_parts, _parts_gradient, differentiable=4)
 
 
 def routed_experts(
@@ -396,6 +415,10 @@ def routed_experts(
     With expert parallelism a rank sends ``hidden + 1`` numbers of ``x``'s dtype for each row that goes to another rank,
     at even load ``(ep - 1) / ep`` of ``tokens top_k``, and ``hidden`` for each output that goes home: two messages, and
     two of the same sizes in the backward.
+
+    Where the decision is in parts, they go one after the other, and the memory that rows take is that of two parts.
+    Nothing of them is kept for the backward, which sends a part's rows again with their cotangents (``2 hidden + 1``
+    numbers there, ``hidden + 1`` home) and repeats the first product. A replay for the derivative alone does nothing.
 
     Args:
       params: ``gate_up`` [experts, hidden, 2 * width] and ``down`` [experts, width, hidden]; with expert parallelism
@@ -417,7 +440,6 @@ def routed_experts(
     """
     gate_up, down = params["gate_up"].to(x.dtype), params["down"].to(x.dtype)
     _check_decision(decision, x, gate_up, kernels, expert_parallel)
-    dispatch, plan = decision.dispatch, decision.exchange
     if kernels == "reference":
         dense = torch.zeros(x.shape[0], gate_up.shape[0], dtype=weights.dtype, device=x.device)
         dense = dense.scatter(1, decision.experts, weights).to(x.dtype)
@@ -426,11 +448,16 @@ def routed_experts(
         return out
     # down is linear, so the weight may come before it: then the backward needs no expert output, which is the
     # wider tensor, and the weight's gradient is taken over the narrower one.
+    if len(decision.parts) > 1:
+        leaves, structure = pytree.tree_flatten(decision.parts)
+        group = None if expert_parallel is None else expert_parallel.group
+        return _experts_in_parts(x, weights, gate_up, down, group, needed, structure, *leaves)
+    ((dispatch, plan),) = decision.parts
     if expert_parallel is None or not isinstance(plan, Exchange):
         row_weights = weights_to_rows(weights, dispatch).to(x.dtype)
         rows = to_rows(x, dispatch)
         return from_rows(_fused_experts(rows, gate_up, down, row_weights, dispatch.offsets, needed), dispatch)
-    sent = _packed_rows(x, weights, dispatch.token_of_row, dispatch.row_of_choice, dispatch.choice_of_row)
+    sent = packed_rows(x, weights, dispatch.token_of_row, dispatch.row_of_choice, dispatch.choice_of_row)
     rows, row_weights = exchange(sent, plan, expert_parallel.group, (x.shape[1], 1))
     outputs = _fused_experts(rows, gate_up, down, row_weights, plan.offsets, needed)
     return from_rows(exchange_back((outputs,), plan, expert_parallel.group, needed), dispatch)
@@ -439,14 +466,15 @@ def routed_experts(
 def _check_decision(
     decision: Decision, x: Tensor, gate_up: Tensor, kernels: Kernels, expert_parallel: ExpertParallel | None
 ) -> None:
-    plan = decision.exchange
-    if isinstance(plan, Exchange) != (expert_parallel is not None):
+    part = decision.parts[0]
+    if isinstance(part.exchange, Exchange) != (expert_parallel is not None):
         made, used = ("with", "without") if expert_parallel is None else ("without", "with")
         raise ValueError(f"the decision was made {made} expert parallelism and is used {used} it")
     if expert_parallel is not None and kernels == "reference":
         raise NotImplementedError("expert parallelism needs the fused kernels; kernels='reference' is for one process")
     if decision.experts.shape[0] != x.shape[0]:
         raise ValueError(f"the decision is of {decision.experts.shape[0]} tokens; x has {x.shape[0]}")
-    offsets = plan.offsets if isinstance(plan, Exchange) else decision.dispatch.offsets
-    if offsets.shape[0] != gate_up.shape[0]:
-        raise ValueError(f"the decision is of {offsets.shape[0]} experts on this rank; params hold {gate_up.shape[0]}")
+    if part.offsets.shape[0] != gate_up.shape[0]:
+        raise ValueError(
+            f"the decision is of {part.offsets.shape[0]} experts on this rank; params hold {gate_up.shape[0]}"
+        )

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .config import MoEConfig
 from .cross_entropy import IGNORE_INDEX
-from .experts import Decision, decide, feed_forward, routed_experts
+from .dispatch import Decision, decide
+from .experts import feed_forward, routed_experts
 from .kernels import Kernels
 from .norm import rms_norm
 from .parallel import ExpertParallel
@@ -122,6 +123,7 @@ def feed_forward_half(
     expert_parallel: ExpertParallel | None = None,
     decision: Decision | None = None,
     needed: bool = True,
+    expert_parts: int = 1,
 ) -> FeedForwardHalf:
     """The segment ``x + experts(norm(x))`` of one layer, or its dense form.
 
@@ -135,6 +137,7 @@ def feed_forward_half(
       expert_parallel: how the experts are spread over ranks; ``None`` where all are here.
       decision: what an earlier call decided of the same tokens: it is followed, and returned again.
       needed: whether the values of ``x`` are; a replay for their derivative alone does without the last products.
+      expert_parts: in how many parts the tokens go through their experts, see ``decide``.
     """
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps, kernels)
     if bias is None:
@@ -142,7 +145,7 @@ def feed_forward_half(
     tokens = normed.flatten(0, 1)
     routing = route(tokens, params["router"], bias, config, kernels, None if decision is None else decision.experts)
     if decision is None:
-        decision = decide(routing.experts, config.num_experts, expert_parallel)
+        decision = decide(routing.experts, config.num_experts, expert_parallel, expert_parts)
     out = routed_experts(params["experts"], tokens, decision, routing.weights, kernels, expert_parallel, needed)
     if config.num_shared_experts:
         # A gate's derivative wants what it is multiplied with.

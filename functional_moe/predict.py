@@ -4,7 +4,7 @@ The clock is a description, not a measurement. Products take their arithmetic at
 the bytes they move, unless that rate was measured over whole training steps and has them in it. A message over ranks
 takes what each device receives over its own link to other nodes, or what it receives from the devices of its node,
 whichever takes longer; gathers and reductions take turns, because they use the same link both ways. Exchanges of
-tokens run where the code runs them, in the middle of computing.
+tokens run where the code runs them: in the middle of computing, or beside it where tokens go in parts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class Choice(NamedTuple):
     optimizer_on: Literal["device", "host"] = "device"
     optimizer_dtype: Literal["bfloat16", "tfloat32", "float32"] = "bfloat16"
     state_in: str = HBM
-    exchange_hidden: bool = False  # tokens travel beside computing, as if in parts; the code does not do that
     router_dtype: Literal["float32", "tfloat32"] = "float32"  # of float32 products on the device
 
 
@@ -153,19 +152,24 @@ class RunSeconds(NamedTuple):
 
 
 def run_seconds(operators: Sequence[Operator], dry: DryRun, machine: Machine, choice: Choice) -> RunSeconds:
-    """Seconds of a run. Hidden, an exchange costs what it takes longer than the run's own computing.
+    """Seconds of a run.
 
-    One that leaves the node is never hidden: the link it needs is the gathers'.
+    Tokens that go through their experts in parts travel while another part is computed: the first part's way there and
+    the last one's way home show, and of the others what takes longer than a part's computing. An exchange that leaves
+    the node is never hidden: the link it needs is the gathers'.
     """
-    computing = exchange = 0.0
-    for one in operators:
-        seconds = operator_seconds(one, dry, machine, choice)
-        if one.name.startswith("c10d."):
-            exchange += seconds
-        else:
-            computing += seconds
-    if choice.exchange_hidden and ranks_of_node(("ep",), dry.mesh, machine) == dry.mesh["ep"]:
-        exchange = max(0.0, exchange - computing)
+    seconds = [operator_seconds(one, dry, machine, choice) for one in operators]
+    messages = [index for index, one in enumerate(operators) if one.name.startswith("c10d.")]
+    exchange = sum(seconds[index] for index in messages)
+    computing = sum(seconds) - exchange
+    parts = dry.expert_parts
+    if parts > 1 and messages and ranks_of_node(("ep",), dry.mesh, machine) == dry.mesh["ep"]:
+        beside = sum(
+            seconds[index]
+            for index in range(messages[0], messages[-1])
+            if not operators[index].name.startswith("c10d.")
+        )
+        exchange = exchange / parts + (parts - 1) / parts * max(0.0, exchange - beside)
     return RunSeconds(computing, exchange)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from .dry_run import DryRun
@@ -14,10 +14,17 @@ EFFORT = 3_000
 """Instructions to go through for each choice; see ``memory.plan``."""
 
 
+class Shape(NamedTuple):
+    """What a dry run is of, besides the model and its tokens."""
+
+    ep: int
+    expert_parts: int
+
+
 class Found(NamedTuple):
     """A schedule that fits."""
 
-    ep: int
+    shape: Shape
     prediction: Prediction
     assumptions: tuple[str, ...]  # empty: the code runs it as it is
 
@@ -33,7 +40,6 @@ class Searched(NamedTuple):
 _ASSUMPTIONS: Mapping[str, Callable[[Choice], str]] = {
     "gather": lambda c: "parameters gathered in fp8, with a scale for each block" if c.gather_dtype == "float8" else "",
     "reduce": lambda c: "gradients summed in fp8" if c.reduce_dtype == "float8" else "",
-    "exchange": lambda c: "tokens exchanged in parts, beside the experts' products" if c.exchange_hidden else "",
     "router": lambda c: "the router's fp32 products on tensor cores (TF32)" if c.router_dtype == "tfloat32" else "",
 }
 
@@ -44,7 +50,8 @@ def assumptions_of(choice: Choice) -> tuple[str, ...]:
 
 
 def search(
-    runs: Mapping[int, DryRun],
+    run: Callable[[Shape], DryRun],
+    shapes: Sequence[Shape],
     machine: Machine,
     start: Choice,
     budgets: Mapping[str, int] | None = None,
@@ -55,7 +62,8 @@ def search(
     """Changes one thing at a time, from the best so far, until nothing helps.
 
     Args:
-      runs: a dry run for each width of expert parallelism.
+      run: the dry run of a shape.
+      shapes: that may be taken; the first is begun with.
       machine: where.
       start: to begin with; its ``optimizer_on`` and ``optimizer_dtype`` stay.
       budgets: bytes of each tier; by default all that the machine has.
@@ -65,56 +73,57 @@ def search(
     Raises:
       PlanError: when nothing fits; of the start.
     """
-    found: dict[tuple[int, Choice], Prediction | None] = {}
+    found: dict[tuple[Shape, Choice], Prediction | None] = {}
+    runs: dict[Shape, DryRun] = {}
     first_error: PlanError | None = None
 
-    def trial(ep: int, choice: Choice) -> Prediction | None:
+    def trial(shape: Shape, choice: Choice) -> Prediction | None:
         nonlocal first_error
-        if (ep, choice) not in found:
+        if (shape, choice) not in found:
+            if shape not in runs:
+                runs[shape] = run(shape)
             try:
-                found[ep, choice] = predict(runs[ep], machine, choice, budgets, effort=effort)
+                found[shape, choice] = predict(runs[shape], machine, choice, budgets, effort=effort)
             except PlanError as error:
                 first_error = first_error or error
-                found[ep, choice] = None
+                found[shape, choice] = None
             except MachineError:
-                found[ep, choice] = None
-            one = found[ep, choice]
+                found[shape, choice] = None
+            one = found[shape, choice]
             tell(f"{len(found)}: {'does not fit' if one is None else f'{one.tokens_per_second:.0f} tokens/s'}")
-        return found[ep, choice]
+        return found[shape, choice]
 
     def speed(one: Prediction | None) -> float:
         return 0.0 if one is None else one.tokens_per_second
 
-    first_ep = next(iter(runs))
-    best = (first_ep, start)
+    best = (shapes[0], start)
     trial(*best)
     improved = True
     while improved:
         improved = False
-        for ep, choice in _neighbours(best, runs, machine):
-            if speed(trial(ep, choice)) > 1.001 * speed(found[best]):
-                best, improved = (ep, choice), True
+        for shape, choice in _neighbours(best, shapes, machine):
+            if speed(trial(shape, choice)) > 1.001 * speed(found[best]):
+                best, improved = (shape, choice), True
                 break
     # Each assumption by itself, and all but each: which of them carries the result.
     for plain in (best[1], *_without(best[1])):
         trial(best[0], plain)
-    fitting = [(ep, choice, one) for (ep, choice), one in found.items() if one is not None]
+    fitting = [(shape, choice, one) for (shape, choice), one in found.items() if one is not None]
     if not fitting:
         raise first_error or PlanError("the machine has no rates for any choice", HBM, 0)
     fitting.sort(key=lambda item: -item[2].tokens_per_second)
     return Searched(
-        tuple(Found(ep, one, assumptions_of(choice)) for ep, choice, one in fitting),
+        tuple(Found(shape, one, assumptions_of(choice)) for shape, choice, one in fitting),
         len(found),
         len(found) - len(fitting),
     )
 
 
-def _neighbours(best: tuple[int, Choice], runs: Mapping[int, DryRun], machine: Machine) -> list[tuple[int, Choice]]:
+def _neighbours(best: tuple[Shape, Choice], shapes: Sequence[Shape], machine: Machine) -> list[tuple[Shape, Choice]]:
     """One thing changed."""
-    ep, choice = best
+    shape, choice = best
     changed = [choice._replace(gather_dtype=dtype) for dtype in ("bfloat16", "float8", "float32")]
     changed += [choice._replace(reduce_dtype=dtype) for dtype in ("bfloat16", "float8", "float32")]
-    changed += [choice._replace(exchange_hidden=hidden) for hidden in (True, False)]
     changed += [choice._replace(router_dtype=dtype) for dtype in ("float32", "tfloat32")]
     changed += [choice._replace(microbatches=1, order="depth_first")]
     changed += [choice._replace(microbatches=2, order="layer_major")]
@@ -124,12 +133,12 @@ def _neighbours(best: tuple[int, Choice], runs: Mapping[int, DryRun], machine: M
     fp8 = "float8" in machine.products
     allowed = [one for one in changed if fp8 or "float8" not in (one.gather_dtype, one.reduce_dtype)]
     allowed = [one for one in allowed if one.router_dtype in machine.products]
-    out = [(ep, one) for one in allowed if one != choice]
-    return out + [(other, choice) for other in runs if other != ep]
+    out = [(shape, one) for one in allowed if one != choice]
+    return out + [(other, choice) for other in shapes if sum(a != b for a, b in zip(shape, other, strict=True)) == 1]
 
 
 def _without(choice: Choice) -> list[Choice]:
     """The choice with one assumption less."""
     plain = Choice()
-    names = ("gather_dtype", "reduce_dtype", "exchange_hidden", "router_dtype")
+    names = ("gather_dtype", "reduce_dtype", "router_dtype")
     return [choice._replace(**{name: getattr(plain, name)}) for name in names]

@@ -84,6 +84,7 @@ def make_train_step(
     slabs: Mapping[str, int] | None = None,
     copies: Copies | None = None,
     accumulate: int = 1,
+    expert_parts: int = 1,
     kernels: Kernels = "fused",
     gather_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
@@ -106,6 +107,8 @@ def make_train_step(
       slabs: bytes of the tiers that the schedule offloads to, as ``memory.verify`` reports their peaks.
       copies: how values get there, see ``memory``.
       accumulate: microbatches per step; must divide the rows of a batch.
+      expert_parts: in how many parts a microbatch's tokens go through the experts of a layer, which bounds what their
+        rows take and lets one part travel between ranks while another is computed; see ``experts.routed_experts``.
       kernels: ``"reference"`` when the step itself is transformed (``vmap`` over learning rates, say).
       gather_dtype: in which matrices are gathered; by default the compute dtype of ``config``. Routers, norms and
         biases are gathered in float32.
@@ -115,13 +118,16 @@ def make_train_step(
       ``step(state, batch) -> (state, metrics)``; it changes neither argument.
 
     Raises:
-      ValueError: for ``accumulate < 1``, unknown kernels, or a layout or schedule with the reference kernels here; for
-        a batch of other keys, shapes or dtypes, or of rows that ``accumulate`` does not divide, from the step.
+      ValueError: for ``accumulate`` or ``expert_parts`` below 1, unknown kernels, or a layout or schedule with the
+        reference kernels here; for a batch of other keys, shapes or dtypes, or of rows that ``accumulate`` does not
+        divide, from the step.
       ScheduleError: for a schedule that does not compute the gradient of this model.
       NotImplementedError: from the step, inside a transform with ``kernels="fused"``.
     """
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ValueError(f"accumulate = {accumulate!r}: must be an integer of at least 1")
+    if not isinstance(expert_parts, int) or isinstance(expert_parts, bool) or expert_parts < 1:
+        raise ValueError(f"expert_parts = {expert_parts!r}: must be an integer of at least 1")
     check_kernels(kernels)
     if kernels == "reference":
         if layout is not None or schedule is not None:
@@ -132,7 +138,7 @@ def make_train_step(
         ranks = _ONE_PROCESS
     else:
         sharding = None if layout is None else make_sharding(config, layout, gather_dtype, reduce_dtype)
-        differentiate = _by_schedule(config, sharding, schedule, accumulate, slabs, copies)
+        differentiate = _by_schedule(config, sharding, schedule, accumulate, expert_parts, slabs, copies)
         ranks = _ONE_PROCESS_FUSED if layout is None else _ranks_of(layout)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
@@ -201,11 +207,12 @@ def _by_schedule(
     sharding: Sharding | None,
     schedule: Schedule | None,
     accumulate: int,
+    expert_parts: int,
     slabs: Mapping[str, int] | None,
     copies: Copies | None,
 ) -> _Differentiate:
     """By running a schedule."""
-    chain = make_chain(config, "fused", None if sharding is None else sharding.expert_parallel)
+    chain = make_chain(config, "fused", None if sharding is None else sharding.expert_parallel, expert_parts)
     if schedule is None:
         gathers = None if sharding is None else Gathers(sharding.layers.sizes)
         schedule = make_schedule(chain, microbatches=accumulate, gathers=gathers)

@@ -11,6 +11,7 @@ from ._collectives import all_gather as all_gather
 from ._collectives import all_gather_start as all_gather_start
 from ._collectives import all_reduce as all_reduce
 from ._collectives import all_to_all as all_to_all
+from ._collectives import all_to_all_start as all_to_all_start
 from ._collectives import axis_index as axis_index
 from ._collectives import axis_size as axis_size
 from ._collectives import broadcast_from as broadcast_from
@@ -25,10 +26,13 @@ from ._expert import ExpertParallel as ExpertParallel
 from ._expert import Splits as Splits
 from ._expert import exchange as exchange
 from ._expert import exchange_back as exchange_back
+from ._expert import exchange_back_start as exchange_back_start
+from ._expert import exchange_start as exchange_start
 from ._expert import expert_axes as expert_axes
 from ._expert import expert_parallel as expert_parallel
 from ._expert import experts_of_rank as experts_of_rank
 from ._expert import plan_exchange as plan_exchange
+from ._expert import plan_exchanges as plan_exchanges
 from ._fsdp import ShardedLayers as ShardedLayers
 from ._fsdp import ShardedStore as ShardedStore
 from ._layout import Layout as Layout

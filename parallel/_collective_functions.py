@@ -199,9 +199,16 @@ class ReduceReplicated(Collective):
 
 
 class AllToAll(Collective):
+    """Uneven parts of rows; with ``pending``, the result is there only after its ``wait``."""
+
     @staticmethod
     def forward(
-        x: Tensor, group: ProcessGroup, send: tuple[int, ...], receive: tuple[int, ...], needed: bool
+        x: Tensor,
+        group: ProcessGroup,
+        send: tuple[int, ...],
+        receive: tuple[int, ...],
+        needed: bool,
+        pending: Pending | None,
     ) -> Tensor:
         if dist.get_world_size(group) == 1:
             return x.view_as(x)
@@ -209,18 +216,21 @@ class AllToAll(Collective):
         out = x.new_empty(sum(receive), *x.shape[1:])
         if not needed:
             return out
-        with Call("all_to_all", x, group):
-            dist.all_to_all_single(out, x, list(receive), list(send), group=group)
+        call = Call("all_to_all", x, group)
+        with call:
+            work = dist.all_to_all_single(out, x, list(receive), list(send), group=group, async_op=pending is not None)
+        if pending is not None:
+            pending.start(call, work, x)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        group, send, receive, _ = ctx.static
-        return AllToAll.apply(grad, group, receive, send, True), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        group, send, receive, *_ = ctx.static
+        return AllToAll.apply(grad, group, receive, send, True, None), None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return AllToAll.apply(tangent, *ctx.static)  # type: ignore[no-any-return]
+        return AllToAll.apply(tangent, *ctx.static[:4], None)  # type: ignore[no-any-return]
 
 
 class BroadcastFrom(Collective):

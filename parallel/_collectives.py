@@ -36,6 +36,7 @@ message; every rank must map over the same number.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,9 @@ def all_gather(x: Tensor, group: ProcessGroup, dim: int = 0, sizes: Sequence[int
     return all_gather_start(x, group, dim, sizes).wait()
 
 
-def all_gather_start(x: Tensor, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Handle:
+def all_gather_start(
+    x: Tensor, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None
+) -> Handle[Tensor]:
     """:func:`all_gather` that returns before the data is there, to overlap it with computation.
 
     Returns:
@@ -140,7 +143,9 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int = 0, sizes: Sequence
     return reduce_scatter_start(x, group, dim, sizes).wait()
 
 
-def reduce_scatter_start(x: Tensor, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Handle:
+def reduce_scatter_start(
+    x: Tensor, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None
+) -> Handle[Tensor]:
     """:func:`reduce_scatter` that returns before the data is there.
 
     Returns:
@@ -198,21 +203,25 @@ def all_to_all(
       ValueError: when the sizes do not fit the group or ``x``, or only one of them is given.
       CollectiveError: when the group fails.
     """
-    count = axis_size(group)
-    if (send_sizes is None) != (receive_sizes is None):
-        raise ValueError("all_to_all: give both send_sizes and receive_sizes, or neither for equal parts")
-    if send_sizes is None or receive_sizes is None:
-        send_sizes = receive_sizes = _even_sizes(x.shape[0], count, "all_to_all")
-    for name, sizes in (("send_sizes", send_sizes), ("receive_sizes", receive_sizes)):
-        if len(sizes) != count or min(sizes) < 0:
-            raise ValueError(
-                f"all_to_all: {name} = {tuple(sizes)} for a group of {count} ranks: one size >= 0 for each"
-            )
-    if sum(send_sizes) != x.shape[0]:
-        raise ValueError(
-            f"all_to_all: send_sizes = {tuple(send_sizes)} add up to {sum(send_sizes)}, x has {x.shape[0]} rows"
-        )
-    return AllToAll.apply(x, group, tuple(send_sizes), tuple(receive_sizes), needed)  # type: ignore[no-any-return]
+    sizes = _split_sizes(x, group, send_sizes, receive_sizes)
+    return AllToAll.apply(x, group, *sizes, needed, None)  # type: ignore[no-any-return]
+
+
+def all_to_all_start(
+    x: Tensor,
+    group: ProcessGroup,
+    send_sizes: Sequence[int] | None = None,
+    receive_sizes: Sequence[int] | None = None,
+) -> Handle[Tensor]:
+    """:func:`all_to_all` that returns before the data is there.
+
+    Returns:
+      a :class:`Handle`, whose ``wait()`` gives the result. Its derivative is that of ``all_to_all``, and not
+      overlapped.
+    """
+    pending = Pending()
+    started = AllToAll.apply(x, group, *_split_sizes(x, group, send_sizes, receive_sizes), True, pending)
+    return Handle(lambda: Wait.apply(started, pending))
 
 
 def broadcast_from(x: Tensor, owner: int, group: ProcessGroup) -> Tensor:
@@ -276,13 +285,16 @@ def reduce_replicated(x: Tensor, group: ProcessGroup) -> Tensor:
     return ReduceReplicated.apply(x, group)  # type: ignore[no-any-return]
 
 
-class Handle:
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class Handle(Generic[Result_co]):
     """A collective on its way."""
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
+    def __init__(self, finish: Callable[[], Result_co]) -> None:
         self._finish = finish
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Result_co:
         """The result. Blocks the host on the CPU, the current stream on a GPU; may be called again.
 
         Raises:
@@ -310,6 +322,27 @@ def _rows_first(
             f"{name}: x has {rows} rows along dim {dim} on rank {index} of the group; sizes = {sizes} mean {expected}"
         )
     return x.movedim(dim, 0), dim, sizes, len(set(sizes)) == 1
+
+
+def _split_sizes(
+    x: Tensor, group: ProcessGroup, send_sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of an all-to-all, checked."""
+    count = axis_size(group)
+    if (send_sizes is None) != (receive_sizes is None):
+        raise ValueError("all_to_all: give both send_sizes and receive_sizes, or neither for equal parts")
+    if send_sizes is None or receive_sizes is None:
+        send_sizes = receive_sizes = _even_sizes(x.shape[0], count, "all_to_all")
+    for name, sizes in (("send_sizes", send_sizes), ("receive_sizes", receive_sizes)):
+        if len(sizes) != count or min(sizes) < 0:
+            raise ValueError(
+                f"all_to_all: {name} = {tuple(sizes)} for a group of {count} ranks: one size >= 0 for each"
+            )
+    if sum(send_sizes) != x.shape[0]:
+        raise ValueError(
+            f"all_to_all: send_sizes = {tuple(send_sizes)} add up to {sum(send_sizes)}, x has {x.shape[0]} rows"
+        )
+    return tuple(send_sizes), tuple(receive_sizes)
 
 
 def _even_sizes(rows: int, count: int, name: str) -> tuple[int, ...]:

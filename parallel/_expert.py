@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from ._collectives import all_to_all, axis_size, chunk_sizes
+from ._collectives import Handle, all_to_all, all_to_all_start, axis_size, chunk_sizes
 from ._layout import Layout, local_slices
 from ._mesh import axis_group, axis_sizes
 from ._placements import Placements
@@ -75,25 +75,54 @@ def plan_exchange(counts: Tensor, group: ProcessGroup, balanced: int | None = No
       ValueError: when ``counts`` has another number of rows than ``group`` has ranks.
       CollectiveError: when the group fails.
     """
+    if counts.ndim != 2 or counts.shape[0] != axis_size(group):
+        raise ValueError(_wrong_counts("plan_exchange", counts, "", group))
+    (plan,) = plan_exchanges(counts[None], group, None if balanced is None else (balanced,))
+    return plan
+
+
+def plan_exchanges(counts: Tensor, group: ProcessGroup, balanced: Sequence[int] | None = None) -> tuple[Exchange, ...]:
+    """:func:`plan_exchange` of several parts of a rank's rows, which travel one after the other; still one message.
+
+    Args:
+      counts: int64 ``[parts, ep, experts_per_rank]``; as many parts on every rank, of any sizes.
+      group: the ``ep`` ranks.
+      balanced: of each part, as ``plan_exchange`` takes it.
+
+    Raises:
+      ValueError: when ``counts`` has another number of rows than ``group`` has ranks.
+      CollectiveError: when the group fails.
+    """
     ranks = axis_size(group)
-    if counts.ndim != 2 or counts.shape[0] != ranks:
-        raise ValueError(
-            f"plan_exchange: counts of shape {tuple(counts.shape)}; [ep, experts_per_rank] has ep = {ranks}"
-        )
-    arriving = all_to_all(counts, group)
+    if counts.ndim != 3 or counts.shape[1] != ranks:
+        raise ValueError(_wrong_counts("plan_exchanges", counts, "parts, ", group))
+    arriving = all_to_all(counts.transpose(0, 1).contiguous(), group).transpose(0, 1)
     if balanced is None:
-        send, receive = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        send, receive = torch.stack([counts.sum(2), arriving.sum(2)]).tolist()
     else:
-        send = receive = chunk_sizes(balanced, ranks)
-    # What arrives stands in runs by (source, expert). Each run moves as one to its place by (expert, source).
+        send = receive = [chunk_sizes(rows, ranks) for rows in balanced]
+    splits = [Splits(tuple(there), tuple(here)) for there, here in zip(send, receive, strict=True)]
+    return tuple(_sorting(part, split) for part, split in zip(arriving.unbind(), splits, strict=True))
+
+
+def _wrong_counts(name: str, counts: Tensor, parts: str, group: ProcessGroup) -> str:
+    return f"{name}: counts of shape {tuple(counts.shape)}; [{parts}ep, experts_per_rank] has ep = {axis_size(group)}"
+
+
+def _sorting(arriving: Tensor, splits: Splits) -> Exchange:
+    """How rows are sorted that arrive in runs by (source, expert), as counted in ``arriving`` [ep, experts_per_rank].
+
+    Each run moves as one to its place by (expert, source).
+    """
+    received = sum(splits.receive)
     runs, sorted_runs = arriving.flatten(), arriving.t().flatten()
     shift = (_starts(runs).view_as(arriving).t() - _starts(sorted_runs).view(arriving.shape[::-1])).flatten()
     back = -shift.view(arriving.shape[::-1]).t().flatten()
-    row = torch.arange(sum(receive), device=counts.device)
+    row = torch.arange(received, device=arriving.device)
     return Exchange(
-        Splits(tuple(send), tuple(receive)),
-        row + torch.repeat_interleave(shift, sorted_runs, output_size=sum(receive)),
-        row + torch.repeat_interleave(back, runs, output_size=sum(receive)),
+        splits,
+        row + torch.repeat_interleave(shift, sorted_runs, output_size=received),
+        row + torch.repeat_interleave(back, runs, output_size=received),
         arriving.sum(0).cumsum(0).to(torch.int32),
     )
 
@@ -118,12 +147,25 @@ def exchange(rows: Tensor, plan: Exchange, group: ProcessGroup, widths: Sequence
       ValueError: when ``rows`` has not the rows of ``plan`` or the columns of ``widths``.
       CollectiveError: when the group fails.
     """
+    _check_widths(rows, widths)
+    arrived = all_to_all(rows, group, plan.splits.send, plan.splits.receive)
+    return _SplitRows.apply(arrived, plan.order, plan.inverse, tuple(widths))  # type: ignore[no-any-return]
+
+
+def exchange_start(
+    rows: Tensor, plan: Exchange, group: ProcessGroup, widths: Sequence[int]
+) -> Handle[tuple[Tensor, ...]]:
+    """:func:`exchange` that returns before the rows are there."""
+    _check_widths(rows, widths)
+    arriving = all_to_all_start(rows, group, plan.splits.send, plan.splits.receive)
+    return Handle(lambda: _SplitRows.apply(arriving.wait(), plan.order, plan.inverse, tuple(widths)))
+
+
+def _check_widths(rows: Tensor, widths: Sequence[int]) -> None:
     if sum(widths) != rows.shape[1]:
         raise ValueError(
             f"exchange: widths = {tuple(widths)} add up to {sum(widths)}, rows have {rows.shape[1]} columns"
         )
-    arrived = all_to_all(rows, group, plan.splits.send, plan.splits.receive)
-    return _SplitRows.apply(arrived, plan.order, plan.inverse, tuple(widths))  # type: ignore[no-any-return]
 
 
 def exchange_back(parts: Sequence[Tensor], plan: Exchange, group: ProcessGroup, needed: bool = True) -> Tensor:
@@ -146,6 +188,12 @@ def exchange_back(parts: Sequence[Tensor], plan: Exchange, group: ProcessGroup, 
     """
     joined = _JoinRows.apply(plan.inverse, plan.order, *parts)
     return all_to_all(joined, group, plan.splits.receive, plan.splits.send, needed)
+
+
+def exchange_back_start(parts: Sequence[Tensor], plan: Exchange, group: ProcessGroup) -> Handle[Tensor]:
+    """:func:`exchange_back` that returns before the rows are home."""
+    joined = _JoinRows.apply(plan.inverse, plan.order, *parts)
+    return all_to_all_start(joined, group, plan.splits.receive, plan.splits.send)
 
 
 def experts_of_rank(

@@ -54,7 +54,7 @@ ONE_AFTER_THE_OTHER = Choice(prefetch=0, settle=0, optimizer_dtype="float32")
 """Nothing travels while something is computed; Newton-Schulz in fp32 on CUDA cores."""
 BESIDE = Choice(prefetch=1, settle=4, optimizer_dtype="float32")
 """Layers are gathered one ahead, and a gradient's reduction has a layer's backward to end."""
-FASTEST = Choice(gather_dtype="float8", exchange_hidden=True, router_dtype="tfloat32")
+FASTEST = Choice(gather_dtype="float8", router_dtype="tfloat32")
 """Found by ``functional-moe plan --search``."""
 
 

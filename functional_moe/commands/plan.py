@@ -14,8 +14,11 @@ from ..dry_run import DryRun, dry_run
 from ..machine import Machine, MachineError, read_machine
 from ..memory import HBM, HOST, PlanError, draw, in_bytes, write_trace
 from ..predict import Choice, Prediction, predict
-from ..search import Searched, assumptions_of, search
+from ..search import Searched, Shape, assumptions_of, search
 from .settings import SettingsError
+
+EXPERT_PARTS = (1, 2, 4, 8)
+"""That a search goes through."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +57,9 @@ class PlanSettings:
     """Of Newton-Schulz on the device."""
     state_in: str = HBM
     """Tier of the optimizer's state."""
-    exchange_hidden: bool = False
-    """As if tokens travelled to their experts beside computing, which the code does not do."""
+    expert_parts: int = 1
+    """In which a layer's tokens go through its experts: their memory is that of two parts, and one part travels while
+    another is computed."""
     router_dtype: Literal["float32", "tfloat32"] = "float32"
     """Of the router's products on the device."""
     hbm_gb: float | None = None
@@ -99,7 +103,7 @@ def _plan(settings: PlanSettings) -> int:
     fsdp, ep = _mesh(settings, machine, config)
     seq_len = config.max_position_embeddings if settings.seq_len is None else settings.seq_len
     try:
-        dry = dry_run(config, fsdp, ep, seq_len, settings.rows)
+        dry = dry_run(config, fsdp, ep, seq_len, settings.rows, settings.expert_parts)
     except ValueError as error:
         raise SettingsError(str(error)) from error
     if settings.search:
@@ -136,9 +140,17 @@ def _config(settings: PlanSettings) -> MoEConfig:
 
 
 def _choice(settings: PlanSettings, machine: Machine) -> Choice:
-    for name, least in (("microbatches", 1), ("prefetch", 0), ("settle", 0), ("rows", 1), ("nodes", 1), ("top", 1)):
+    for name, least in (
+        ("microbatches", 1),
+        ("prefetch", 0),
+        ("settle", 0),
+        ("rows", 1),
+        ("nodes", 1),
+        ("top", 1),
+        ("expert_parts", 1),
+    ):
         if getattr(settings, name) < least:
-            raise SettingsError(f"--{name} {getattr(settings, name)}: must be at least {least}")
+            raise SettingsError(f"--{name.replace('_', '-')} {getattr(settings, name)}: must be at least {least}")
     if settings.state_in not in machine.tiers:
         raise SettingsError(f"--state-in {settings.state_in}: the machine has {', '.join(machine.tiers)}")
     return Choice(**{name: getattr(settings, name) for name in Choice._fields})
@@ -179,21 +191,34 @@ def _search(
     budgets: dict[str, int],
     seq_len: int,
 ) -> int:
-    devices, ep = dry.ranks, dry.mesh["ep"]
-    runs = {ep: dry}
-    for other in (ep // 2, ep * 2):
+    devices, first = dry.ranks, Shape(dry.mesh["ep"], dry.expert_parts)
+    widths = [first.ep]
+    for other in (first.ep // 2, first.ep * 2):
         if settings.ep is None and other >= 1 and devices % other == 0 and config.num_experts % other == 0:
-            runs[other] = dry_run(config, devices // other, other, seq_len, settings.rows)
+            widths.append(other)
+    shapes = [first, *(Shape(ep, parts) for ep in widths for parts in EXPERT_PARTS if (ep, parts) != first)]
+    runs = {first: dry}
+
+    def run(shape: Shape) -> DryRun:
+        if shape not in runs:
+            runs[shape] = dry_run(config, devices // shape.ep, shape.ep, seq_len, settings.rows, shape.expert_parts)
+        return runs[shape]
+
     quiet = settings.json or not sys.stderr.isatty()
     found = search(
-        runs, machine, choice, budgets, tell=lambda text: None if quiet else print(text, end="\r", file=sys.stderr)
+        run,
+        shapes,
+        machine,
+        choice,
+        budgets,
+        tell=lambda text: None if quiet else print(text, end="\r", file=sys.stderr),
     )
     if settings.json:
         print(json.dumps(_search_as_json(found)))
     else:
         print(search_report(found, settings.top))
     best = found.found[0]
-    _write(settings, runs[best.ep], best.prediction, budgets)
+    _write(settings, runs[best.shape], best.prediction, budgets)
     return 0
 
 
@@ -269,7 +294,7 @@ def search_report(found: Searched, top: int) -> str:
         peaks = ", ".join(f"{tier} {in_bytes(peak)}" for tier, peak in prediction.peaks.items())
         lines.append(
             f"{prediction.tokens_per_second:6.0f} tokens/s, step {prediction.seconds:.3g} s, optimizer "
-            f"{prediction.optimizer.total:.3g} s; {peaks}; {_words(one.ep, prediction.choice)}"
+            f"{prediction.optimizer.total:.3g} s; {peaks}; {_words(one.shape, prediction.choice)}"
         )
         lines.append(
             f"       assumes {'; '.join(one.assumptions) if one.assumptions else 'nothing beyond the figures'}"
@@ -277,10 +302,11 @@ def search_report(found: Searched, top: int) -> str:
     return "\n".join(lines)
 
 
-def _words(ep: int, choice: Choice) -> str:
+def _words(shape: Shape, choice: Choice) -> str:
     return (
-        f"ep {ep}, {choice.microbatches} x {choice.order}, gather {choice.gather_dtype}, reduce {choice.reduce_dtype}, "
-        f"prefetch {choice.prefetch}, settle {choice.settle}, state in {choice.state_in}"
+        f"ep {shape.ep}, experts in {shape.expert_parts}, {choice.microbatches} x {choice.order}, "
+        f"gather {choice.gather_dtype}, reduce {choice.reduce_dtype}, prefetch {choice.prefetch}, "
+        f"settle {choice.settle}, state in {choice.state_in}"
     )
 
 
@@ -316,7 +342,7 @@ def _search_as_json(found: Searched) -> dict[str, Any]:
         "tried": found.tried,
         "found": [
             {
-                "ep": one.ep,
+                **one.shape._asdict(),
                 "choice": one.prediction.choice._asdict(),
                 "assumptions": list(one.assumptions),
                 "tokens_per_second": one.prediction.tokens_per_second,

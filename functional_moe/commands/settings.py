@@ -84,6 +84,9 @@ class TrainSettings:
     """Tokens per sequence."""
     accumulate: int = 1
     """Microbatches per step: the same result in less memory."""
+    expert_parts: int | None = None
+    """Parts in which a layer's tokens go through its experts, so that their rows take less memory; every part is
+    rounded by itself. By default 1, and with --hbm-budget the fewest of 1, 2, 4 and 8 with which a schedule fits."""
     fsdp: int = 1
     """Processes that share the parameters, started by torchrun: replicate x fsdp x ep in all."""
     ep: int = 1
@@ -136,6 +139,8 @@ class TrainSettings:
         ):
             if getattr(self, name) < 1:
                 raise SettingsError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        if self.expert_parts is not None and self.expert_parts < 1:
+            raise SettingsError(f"--expert-parts {self.expert_parts}: must be at least 1")
         if self.max_refused < 1:
             raise SettingsError(f"--max-refused {self.max_refused}: must be at least 1")
         if not 0 <= self.seed < 2**63:

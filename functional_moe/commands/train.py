@@ -174,6 +174,7 @@ def _planned(
             _pinnable(settings.budgets, world.device),
             layout=layout,
             accumulate=settings.accumulate,
+            expert_parts=(1, 2, 4, 8) if settings.expert_parts is None else (settings.expert_parts,),
             copies=_copies(world.device),
             gather=functools.partial(world.gather, "measurements"),
         )
@@ -227,6 +228,8 @@ def _train(run: _Run) -> int:
     )
     if run.planned is not None:
         progress.say(explain(run.planned.plan))
+        if run.planned.expert_parts > 1:
+            progress.say(f"experts: a layer's tokens go through them in {run.planned.expert_parts} parts")
     if world.leads:
         progress.start(measure_matmul_rate(settings.model.dtype, world.device), world.size)
 
@@ -453,6 +456,7 @@ def _loop(
         slabs=None if planned is None else planned.slabs,
         copies=_copies(world.device),
         accumulate=settings.accumulate,
+        expert_parts=(settings.expert_parts or 1) if planned is None else planned.expert_parts,
     )
     evaluate = make_evaluate(settings.model, layout)
     last = settings.steps if settings.stop_after is None else min(settings.steps, settings.stop_after)

@@ -10,16 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from functional_moe import experts as module
-from functional_moe.experts import (
-    decide,
-    feed_forward,
-    from_rows,
-    plan_dispatch,
-    routed_experts,
-    swiglu,
-    to_rows,
-    weights_to_rows,
-)
+from functional_moe import memory
+from functional_moe.dispatch import decide, from_rows, plan_dispatch, to_rows, weights_to_rows
+from functional_moe.experts import feed_forward, routed_experts, swiglu
 
 # fp64 comparisons: sums in another order of a few dozen terms of size 1 to 10.
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
@@ -170,11 +163,12 @@ SIZES = [(5, 3), (8, 4)]  # odd; and such that torch's grouped product applies
 @pytest.mark.parametrize("path", ["fused", "fused, all experts at a time", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("hidden", "width"), SIZES)
-@given(drawn=choices(max_tokens=6))
-@example(drawn=(torch.tensor([[2], [2], [2]]), 5))  # every token to one expert
-@example(drawn=(torch.tensor([[0, 1, 2]]), 3))  # top_k = experts, one token
-@settings(max_examples=15)
-def test_routed_experts_are_a_loop_over_tokens_in_value_and_gradient(path, dtype, hidden, width, drawn):
+@given(drawn=choices(max_tokens=6), parts=st.integers(1, 4))
+@example(drawn=(torch.tensor([[2], [2], [2]]), 5), parts=1)  # every token to one expert
+@example(drawn=(torch.tensor([[2], [2], [2]]), 5), parts=2)
+@example(drawn=(torch.tensor([[0, 1, 2]]), 3), parts=3)  # top_k = experts, one token, parts without tokens
+@settings(max_examples=20)
+def test_routed_experts_are_a_loop_over_tokens_in_value_and_gradient(path, dtype, hidden, width, drawn, parts):
     """On both orders of the fused steps: the one for CPUs and the one for devices with grouped products."""
     kernels, *all_at_a_time = path.split(", ")
     experts, num_experts = drawn
@@ -190,12 +184,58 @@ def test_routed_experts_are_a_loop_over_tokens_in_value_and_gradient(path, dtype
     with pytest.MonkeyPatch.context() as patch:
         if all_at_a_time:
             patch.setattr(module, "_one_by_one", lambda x: False)
-        ours = run(lambda *a: routed_experts(*a, kernels), decide(experts, num_experts))
+        ours = run(lambda *a: routed_experts(*a, kernels), decide(experts, num_experts, parts=parts))
     reference = run(reference_experts, experts)
     chex.assert_trees_all_close(ours, reference, **TOLERANCE[dtype])
     unused = sorted(set(range(num_experts)) - set(experts.flatten().tolist()))
     for gradient in ours[1][0].values():
         assert torch.equal(gradient[unused], torch.zeros_like(gradient[unused]))
+
+
+@pytest.mark.parametrize("path", ["one by one", "all at a time"])
+def test_parts_take_less_memory_and_sum_in_fp32(path):
+    """256 tokens of 4 choices: rows are what fills memory, and of 8 parts two are there at once at most."""
+    width, hidden, num_experts = 32, 64, 4
+    params = {name: leaf / 16 for name, leaf in expert_tree(num_experts, hidden, width, torch.bfloat16).items()}
+    x, weights = random(256, hidden, dtype=torch.bfloat16), random(256, 4, seed=1, dtype=torch.float32).softmax(-1)
+    experts = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(one)) for one in range(256)])
+    peaks = {}
+
+    def run(x, weights, decision):
+        leaves = [leaf.detach().requires_grad_() for leaf in (*params.values(), x)]
+        out = routed_experts(dict(zip(params, leaves, strict=False)), leaves[-1], decision, weights)
+        return torch.autograd.grad(out.float().square().sum(), leaves)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_one_by_one", lambda x: path == "one by one")
+        for parts in (1, 8):
+            decision = decide(experts, num_experts, parts=parts)
+            with memory.LiveBytes() as live:
+                found = run(x, weights, decision)
+            peaks[parts] = live.peak
+        alone = [
+            run(*part, decide(choice, num_experts))
+            for *part, choice in zip(x.chunk(8), weights.chunk(8), experts.chunk(8), strict=True)
+        ]
+    gradients = 4 * num_experts * 3 * hidden * width  # of the experts, in fp32
+    rows = 256 * 4 * hidden * 2
+    assert peaks[1] > 5 * rows
+    assert peaks[8] < peaks[1] - 2 * rows + gradients
+    for index in (0, 1):
+        total = sum(part[index].float() for part in alone)
+        assert torch.equal(found[index], total.bfloat16())
+    assert torch.equal(found[2], torch.cat([part[2] for part in alone]))
+
+
+def test_a_replay_in_parts_for_its_derivative_alone_computes_nothing():
+    params, experts = expert_tree(3, 8, 4, torch.float32), torch.tensor([[0], [2], [1], [0]])
+    decision = decide(experts, 3, parts=2)
+    x, weights = random(4, 8, dtype=torch.float32), torch.ones(4, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_experts", None)
+        routed_experts(params, x, decision, weights, needed=False)
+    with pytest.raises(ValueError, match="parts = 0: must be at least 1"):
+        decide(experts, 3, parts=0)
 
 
 def test_an_expert_without_tokens_may_hold_nan():
@@ -216,7 +256,7 @@ def test_rows_of_others_reach_no_result_and_no_gradient(path, hidden, width):
     """
     params = expert_tree(4, hidden, width, torch.float32)
     decision = decide(torch.tensor([[0], [1], [3], [3], [1], [0], [3]]), 4)
-    assert int(decision.dispatch.offsets[-1]) == 7  # so that no row is past it
+    assert int(decision.parts[0].offsets[-1]) == 7  # so that no row is past it
     x, weights = random(7, hidden, dtype=torch.float32), random(7, 1, seed=1, dtype=torch.float32)
     poisoned = x.clone()
     poisoned[[1, 4]] = torch.nan

@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from functional_moe.attention import Projected, attend
 from functional_moe.chain import loss_fn
-from functional_moe.experts import decide, routed_experts
+from functional_moe.dispatch import decide
+from functional_moe.experts import routed_experts
 from functional_moe.flops import train_flops_per_token
 from functional_moe.model import init_balance
 from functional_moe.products import product

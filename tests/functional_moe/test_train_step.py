@@ -133,7 +133,8 @@ class Watched(memory.AdversarialCopies):
 def test_what_is_recomputed_or_offloaded_gives_the_same_bits(recipe: str, zero_router: bool) -> None:
     """pytorch 122729 ff.; torchtune 1867, Megatron 7398, torchtitan PR 2581; torchtitan 1117, 3336 where scores tie.
 
-    In fp32, for accumulation 4 too, with copies that come as late as they may into memory that is used again.
+    In fp32, for accumulation 4 too, and for experts in parts, with copies that come as late as they may into memory
+    that is used again.
     """
     chain = make_chain(ODD)
     halves = dict(zip(("attention", "experts"), RECIPES[recipe], strict=True))
@@ -144,14 +145,13 @@ def test_what_is_recomputed_or_offloaded_gives_the_same_bits(recipe: str, zero_r
         for layer in state.params["layers"][1:]:
             layer["router"].zero_()
     held = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(state)}
-    for accumulate in (1, 4):
+    for accumulate, expert_parts in ((1, 1), (4, 1), (1, 3)):
         schedule = memory.make_schedule(chain, recipes, microbatches=accumulate)
+        parts = {"accumulate": accumulate, "expert_parts": expert_parts}
         for seed in range(3):
             copies = Watched(seed)
-            step = make_train_step(
-                ODD, sgd(), schedule=schedule, slabs={memory.HOST: 1 << 16}, copies=copies, accumulate=accumulate
-            )
-            plain = make_train_step(ODD, sgd(), accumulate=accumulate)(state, batch)
+            step = make_train_step(ODD, sgd(), schedule=schedule, slabs={memory.HOST: 1 << 16}, copies=copies, **parts)
+            plain = make_train_step(ODD, sgd(), **parts)(state, batch)
             for leaf, expected in zip(pytree.tree_leaves(step(state, batch)), pytree.tree_leaves(plain), strict=True):
                 assert torch.equal(leaf, expected)
             # Parameters are where they are: only boundaries and residuals go.

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from functional_moe.attention import Projected, attend
 from functional_moe.chain import loss_fn
 from functional_moe.cross_entropy import IGNORE_INDEX, summed_cross_entropy
-from functional_moe.experts import decide, routed_experts
+from functional_moe.dispatch import decide
+from functional_moe.experts import routed_experts
 from functional_moe.model import Totals
 
 # fp64: the same sums in another order.

@@ -1,5 +1,6 @@
 """Rows travel to the ranks of their experts and home again: no row lost, transposes, the bytes that are promised."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.func import grad, jvp, vjp
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_moe import parallel
 from functional_moe.config import MoEConfig
-from functional_moe.experts import Decision, decide, routed_experts
+from functional_moe.dispatch import Decision, decide
+from functional_moe.experts import routed_experts
 from functional_moe.model import feed_forward_half, init_balance
 from functional_moe.parallel.testing import meshes
 from functional_moe.parameters import declare, init
@@ -302,8 +305,8 @@ def layer_and_replay(ranks: int, zero_router: bool) -> dict[str, Any]:
     # A bias that would move every choice: the replay must not look at it.
     again, same, sent_again, reads_again = run(decision, bias + 10 * torch.arange(6.0))
     leaves = [torch.utils._pytree.tree_leaves(tree) for tree in (first, again)]
-    away = sum(size for index, size in enumerate(decision.exchange.splits.send) if index != rank)
-    home = sum(size for index, size in enumerate(decision.exchange.splits.receive) if index != rank)
+    away = sum(size for index, size in enumerate(decision.parts[0].exchange.splits.send) if index != rank)
+    home = sum(size for index, size in enumerate(decision.parts[0].exchange.splits.receive) if index != rank)
     return {
         "equal": all(torch.equal(a, b) for a, b in zip(*leaves, strict=True)),
         "experts": (decision.experts, same.experts),
@@ -326,6 +329,51 @@ def test_a_replay_decides_nothing_and_sends_no_counts(ranks, zero_router):
         rows = [4 * 11 * away, 4 * 10 * home, 4 * 10 * away, 4 * 11 * home]
         assert found["sent again"] == rows
         assert found["sent"] == [8 * (ranks - 1) * (6 // ranks), *rows]
+
+
+def in_parts(ranks: int, parts: int) -> dict[str, Any]:
+    """The layer's routed experts in parts and whole, on this rank's tokens: results, and what was sent."""
+    mesh = parallel.make_mesh(1, ranks)
+    declared = declare(CONFIG)
+    layout = parallel.make_layout(mesh, parallel.placements(declared, mesh), declared)
+    spread = parallel.expert_parallel(declared, layout)
+    full = pytree.tree_map(lambda leaf: leaf.to(torch.float64), init(CONFIG, seed=0))
+    layer = parallel.gather(parallel.local(parallel.shard(full, layout)), layout, parallel.expert_axes(declared))
+    params = layer["layers"][0]["experts"]
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    tokens = 3 * rank  # the first rank has none, the second not one for each part
+    x = torch.randn(tokens, 10, generator=generator, dtype=torch.float64)
+    weights = torch.rand(tokens, 2, generator=generator, dtype=torch.float64)
+    choices = torch.stack([torch.randperm(6, generator=generator)[:2] for _ in range(tokens + 1)])[:tokens]
+    found: dict[str, Any] = {}
+    for name, count in (("whole", 1), ("parts", parts)):
+        with Sent() as sent:
+            decision = decide(choices, 6, spread, count)
+            run = functools.partial(routed_experts, decision=decision, expert_parallel=spread)
+            value, pull_back = vjp(lambda p, x, w, run=run: run(p, x, weights=w), params, x, weights)
+            found[name] = (value, *pull_back(torch.cos(value)))
+        found[f"sent {name}"] = sent.bytes
+        rows = [part.exchange.splits for part in decision.parts]
+        found[f"away {name}"] = [sum(n for peer, n in enumerate(one.send) if peer != rank) for one in rows]
+        found[f"home {name}"] = [sum(n for peer, n in enumerate(one.receive) if peer != rank) for one in rows]
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "parts"), [(2, 4), (3, 2)])
+def test_tokens_in_parts_get_the_same_and_send_the_same(ranks, parts):
+    for found in parallel.spawn(in_parts, ranks, ranks, parts):
+        leaves = [pytree.tree_leaves(found[name]) for name in ("whole", "parts")]
+        for one, whole in zip(leaves[1], leaves[0], strict=True):
+            torch.testing.assert_close(one, whole, rtol=1e-12, atol=1e-12)
+        away, home = found["away parts"], found["home parts"]
+        assert (sum(away), sum(home)) == (sum(found["away whole"]), sum(found["home whole"]))
+        counted, *sent = found["sent parts"]
+        assert counted == parts * found["sent whole"][0]  # the rows of every part for every expert, in one message
+        # fp64 rows of 10 numbers; the weight goes along, and in the backward the cotangent.
+        forward, backward = sent[: 2 * parts], sent[2 * parts :]
+        assert sorted(forward) == sorted([*(8 * 11 * n for n in away), *(8 * 10 * n for n in home)])
+        assert sorted(backward) == sorted([*(8 * 21 * n for n in away), *(8 * 11 * n for n in home)])
 
 
 def narrow(dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -79,6 +79,7 @@ class Problem(NamedTuple):
     prefetch: int = 1
     again: bool = True
     balance: Tensor | None = None
+    expert_parts: int = 1  # on ranks
 
 
 class Outcome(NamedTuple):
@@ -151,6 +152,7 @@ def run_steps(problem: Problem, mesh: Mesh | None = None) -> Outcome:
         slabs={memory.HOST: 1 << 20},
         copies=memory.AdversarialCopies(seed=0),
         accumulate=accumulate,
+        expert_parts=1 if mesh is None else problem.expert_parts,
         reduce_dtype=torch.promote_types(config.dtype, torch.float32),
     )
     state, metrics = init_state(params, optimizer, config), []
@@ -273,6 +275,7 @@ def test_two_steps_equal_those_of_one_process(mesh: Mesh, accumulate: int, recip
         accumulate=accumulate,
         optimizer="sgd",
         recipes=schedule_of(config, recipe),
+        expert_parts=2 * accumulate - 1,
     )
     expected = run_steps(problem)
     for found in on_ranks(problem, mesh):
@@ -379,6 +382,7 @@ class Drawn(NamedTuple):
     order: memory.Order
     prefetch: int
     again: bool
+    expert_parts: int
 
     def problem(self) -> Problem:
         config, rows, seq = self.config, sum(self.rows), self.lengths[0]
@@ -405,6 +409,7 @@ class Drawn(NamedTuple):
             self.prefetch,
             self.again,
             balance,
+            self.expert_parts,
         )
 
 
@@ -430,6 +435,7 @@ def problems(draw: st.DrawFn) -> Drawn:
         order=draw(st.sampled_from(["depth_first", "layer_major"])),
         prefetch=draw(st.integers(0, 2)),
         again=draw(st.booleans()),
+        expert_parts=draw(st.integers(1, 3)),
     )
 
 
