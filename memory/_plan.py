@@ -450,7 +450,7 @@ class _Search:
         base = self.bases[pace]
         small = len(self.problem.recipes) <= SMALL
         gap, nodes = (1e-3, 2000) if small else (5e-3, 20)
-        for _ in range(4 if small else 2):
+        for attempt in range(4):
             choices = solve(model, base, limits, smallest=smallest, gap=gap, nodes=nodes)
             if choices is None:
                 return
@@ -458,6 +458,11 @@ class _Search:
             trial = self.trial(choices, pace)
             if known or (trial.fits and not small):
                 return
+            if not small and any(self.trial(choices, other).fits for other in self.paces):
+                return
+            if attempt:
+                # The correction of one answer was not that of the next: some room for both.
+                limits[HBM] = limits.get(HBM, math.inf) - trial.over_hbm
             counted = self._counted(trial)
             off = counted - base - model.levels(np.array([choices]))[0]
             base = base + np.where(np.isnan(counted), 0.0, off)
