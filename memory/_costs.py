@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -134,14 +134,23 @@ def _segment_seconds(hardware: Hardware, sizes: Sizes, name: str) -> SegmentSeco
     )
 
 
-def measure_seconds(chain: Chain, parameters: Parameters, batch: Any, *, repeats: int = 3) -> dict[str, SegmentSeconds]:
-    """Runs every kind of segment in each way a schedule may, and takes the time: the least of ``repeats``.
+def measure_seconds(
+    chain: Chain,
+    parameters: Parameters,
+    batch: Any,
+    *,
+    repeats: int = 3,
+    typical: Callable[[Sequence[float]], float] = min,
+) -> dict[str, SegmentSeconds]:
+    """Runs every kind of segment in each way a schedule may, and takes the time.
 
     Args:
       chain: the segments.
       parameters: by layer, where training will have them.
       batch: one microbatch.
       repeats: how often each is run; one more comes first and does not count.
+      typical: what stands for several times: the least, where nothing else is running. Where processes share
+        processors it is the mean, because the least is that of a run beside which nobody else's turn came.
 
     Returns:
       seconds of every segment, by name; segments of one kind share theirs.
@@ -164,16 +173,18 @@ def measure_seconds(chain: Chain, parameters: Parameters, batch: Any, *, repeats
         own = {layer: parameters[layer] for layer in segment.layers}
         first = run_segment(segment, own, x, context, {})
         cotangent = None if first.output is None else torch.ones_like(first.output)
-        forward, backward = {}, {}
+        forward, backward, without_output = {}, {}, {}
         for given in variants_of(segment):
             handed = {name: first.residuals[name] for name in given}
-            forwards, backwards = [], []
+            forwards, backwards, replays = [], [], []
             for _ in range(repeats + 1):
                 forwards.append(timed(functools.partial(run_segment, segment, own, x, context, handed)))
                 tape = record_segment(segment, own, x, context, handed).tape
                 backwards.append(timed(functools.partial(run_backward, tape, cotangent)))
-            forward[given], backward[given] = min(forwards[1:]), min(backwards[1:])
-        return SegmentSeconds(forward, backward)
+                replays.append(timed(functools.partial(record_segment, segment, own, x, context, handed, False)))
+            forward[given], backward[given] = typical(forwards[1:]), typical(backwards[1:])
+            without_output[given] = typical(replays[1:])
+        return SegmentSeconds(forward, backward, without_output)
 
     context = chain.prepare(batch)
     x: Tensor | None = None

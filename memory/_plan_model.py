@@ -190,6 +190,11 @@ def _figures(segment: Segment, recipe: Recipe, sizes: Sizes, costs: Costs) -> _F
         write_input = sum(map(write.seconds, inputs))
         write_residuals = sum(map(write.seconds, moved))
         read = sum(map(back.seconds, (*inputs, *moved)))
+    replay = seconds.without_output.get(given, seconds.forward[given])
+    if recipe.input == "recompute" and before is not None:
+        # Then the replay of the one before is for its output too. What that takes hardly depends on what it is given.
+        known = costs.segments[before]
+        replay += max(0.0, known.forward[()] - known.without_output.get((), known.forward[()]))
     return _Figures(
         recipe,
         tier,
@@ -199,7 +204,7 @@ def _figures(segment: Segment, recipe: Recipe, sizes: Sizes, costs: Costs) -> _F
         sum(map(aligned, (*inputs, *moved))),
         profile.graph[given],
         (profile.forward[Variant(False, ())], profile.forward[Variant(True, given)], profile.backward[given]),
-        (seconds.forward[()], seconds.forward[given], seconds.backward[given]),
+        (seconds.forward[()], replay, seconds.backward[given]),
         write_input,
         write_residuals,
         read,
@@ -300,13 +305,22 @@ class _Moments:
                     else:
                         turns.append((layer, place, place))
         if not gathers.again:
-            turns = list({layer: (layer, first, last) for layer, first, last in reversed(turns)}.values())[::-1]
+            stays: dict[str, tuple[str, int, int]] = {}
+            for layer, first, last in turns:
+                stays[layer] = (layer, stays[layer][1] if layer in stays else first, last)
+            turns = list(stays.values())
         edges, self.edges = self.edges, []
         place_of = {moment: place for place, moment in enumerate(self.runs)}
         renumbered: dict[int, int] = {-1: -1}
-        starts = {first: (index, layer) for index, (layer, first, _) in enumerate(turns)}
-        gathered: list[int] = []
-        reduced = -1
+        needed = {first: index for index, (_, first, _) in enumerate(turns)}
+        issued: dict[int, list[int]] = {}  # before which run, which turns' gathers
+        ended: dict[str, int] = {}
+        for index, (layer, _, end) in enumerate(turns):
+            ahead = turns[max(0, index - gathers.prefetch)][1]
+            issued.setdefault(max(ahead, ended.get(layer, -1) + 1), []).append(index)
+            ended[layer] = end
+        gathered: dict[int, int] = {}
+        last_gather = reduced = -1
         pending: dict[int, list[int]] = {}
         by_target: dict[int, list[Edge]] = {}
         for edge in edges:
@@ -316,13 +330,14 @@ class _Moments:
             some = by_target[moment]
             sources = [renumbered[edge.source] for edge in some]
             place = place_of.get(moment, -1)
-            if place in starts:
-                index, layer = starts[place]
-                taken = np.full(len(some[0].seconds), costs.gather[layer])
+            for index in issued.get(place, []):
+                taken = np.full(len(some[0].seconds), costs.gather[turns[index][0]])
                 earlier = index - gathers.prefetch - 1
                 buffer = renumbered[self.runs[turns[earlier][2]]] if earlier >= 0 and turns[earlier][2] < place else -1
-                gathered.append(self.moment([gathered[-1] if gathered else -1, buffer], some[0].segment, taken))
-                sources.append(gathered[-1])
+                before = [last_gather, reduced] if costs.one_link else [last_gather]
+                gathered[index] = last_gather = self.moment([*before, buffer], some[0].segment, taken)
+            if place in needed:
+                sources.append(gathered[needed[place]])
             sources += pending.pop(place, [])
             renumbered[moment] = self.moment(sources, some[0].segment, some[0].seconds)
             if place >= len(chain.segments) and (place - len(chain.segments)) % 2:
@@ -331,8 +346,9 @@ class _Moments:
                 for layer in chain.segments[number].layers:
                     if layer in gathers.sizes and layer not in following:
                         taken = np.full(len(some[0].seconds), costs.reduce[layer])
-                        reduced = self.moment([reduced, renumbered[moment]], number, taken)
-                        pending.setdefault(place + 3, []).append(reduced)
+                        before = [reduced, last_gather] if costs.one_link else [reduced]
+                        reduced = self.moment([*before, renumbered[moment]], number, taken)
+                        pending.setdefault(place + 1 + gathers.settle, []).append(reduced)
         self.last = [renumbered[self.runs[-1]]] + [reduced] * (reduced >= 0)
 
 

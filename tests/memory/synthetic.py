@@ -27,6 +27,7 @@ class Layer(NamedTuple):
     forward: float = 1.0
     replay: float = 0.5  # the forward when the residual is given
     backward: float = 2.0
+    last: float = 0.0  # of a forward; what a replay without output leaves out
 
 
 class Problem(NamedTuple):
@@ -90,9 +91,9 @@ def make_problem(
             dict.fromkeys(ways, 0),
             dict.fromkeys(ways, 0),
         )
-        seconds[name] = SegmentSeconds(
-            {given: layer.replay if given else layer.forward for given in ways}, dict.fromkeys(ways, layer.backward)
-        )
+        taken = {given: layer.replay if given else layer.forward for given in ways}
+        without = {given: whole - layer.last for given, whole in taken.items()}
+        seconds[name] = SegmentSeconds(taken, dict.fromkeys(ways, layer.backward), without)
     everything = [*names, "head"]
     sizes = Sizes(
         profiles,

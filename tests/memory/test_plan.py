@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ from functional_moe.memory import (
     simulate,
     verify,
 )
+from functional_moe.memory._plan_model import make_model
 from tests.memory.synthetic import Layer, Problem, make_problem
 
 MENU = (
@@ -69,7 +71,8 @@ def instances(draw: st.DrawFn, deepest: int) -> Instance:
         forward = draw(st.integers(1, 32)) / 8
         replay = forward * draw(st.sampled_from([0.25, 0.5, 0.75, 1.0]))
         backward = draw(st.integers(1, 48)) / 8
-        return Layer(size(16), size(16), size(64), size(16, 0), size(16, 0), forward, replay, backward)
+        last = replay * draw(st.sampled_from([0.0, 0.5]))
+        return Layer(size(16), size(16), size(64), size(16, 0), size(16, 0), forward, replay, backward, last)
 
     bandwidth = st.sampled_from([2.0**power for power in range(7, 14)])
     kinds = [kind() for _ in range(draw(st.integers(1, 2)))]
@@ -88,7 +91,9 @@ def instances(draw: st.DrawFn, deepest: int) -> Instance:
         PACES[: draw(st.integers(1, 2))] if len(problem.chain.segments) <= 5 else PACES[:1],
         draw(st.integers(1, 2)),
         draw(st.sampled_from(["depth_first", "layer_major"])),
-        Gathers(dict.fromkeys(gathered, 2048), draw(st.integers(0, 2)), draw(st.booleans())) if gathered else None,
+        Gathers(dict.fromkeys(gathered, 2048), draw(st.integers(0, 2)), draw(st.booleans()), draw(st.integers(0, 3)))
+        if gathered
+        else None,
     )
 
 
@@ -234,6 +239,41 @@ def test_the_memory_of_a_schedule_by_hand_is_enough_for_a_plan(layers: int) -> N
     budgets = {tier: report.peak for tier, report in timeline.reports.items()}
     best = plan(*problem, budgets, microbatches=2, order="layer_major", gathers=gathers, recipes=menu, paces=PACES[:1])
     assert best.timeline.seconds <= timeline.seconds
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.data(), st.integers(0, 6), st.sampled_from([0.25, 1.0, 3.0]), st.sampled_from([0.5, 2.0, 4.0]))
+def test_of_a_long_chain_the_program_knows_the_time(
+    data: st.DataObject, settle: int, gather: float, reduce: float
+) -> None:
+    """What the program holds to be the fastest is so: its seconds are those of the simulator."""
+    kinds = [Layer(forward=1.0, replay=0.25, last=0.25), Layer(forward=2.0, replay=2.0, backward=4.0, last=0.75)]
+    problem = paired(make_problem(kinds * 12, 2.0**11, 2.0**12, gather=gather, reduce=reduce))
+    problem = problem._replace(costs=dataclasses.replace(problem.costs, one_link=data.draw(st.booleans())))
+    gathers = Gathers(dict.fromkeys(problem.chain.layers, 2048), 1, settle=settle)
+    menu = [Recipe(False, entry, {"core": core}) for entry in ("keep", "offload") for core in ("keep", "offload")]
+    again = [Recipe(False, "recompute", {"core": core}) for core in ("keep", "offload")]
+    within = menu + again * data.draw(st.booleans())  # what a layer's second half may take
+    recipes = [menu[:2], *(within if number % 2 else menu for number in range(1, 24)), [Recipe()]]
+    choices = [data.draw(st.integers(0, len(some) - 1)) for some in recipes]
+    chosen = {
+        segment.name: some[one] for segment, some, one in zip(problem.chain.segments, recipes, choices, strict=True)
+    }
+    pace = PACES[0]
+    schedule = make_schedule(problem.chain, chosen, gathers=gathers, lag=pace.lag, lead=pace.lead)
+    model = make_model(
+        problem.chain,
+        recipes,
+        problem.sizes,
+        problem.costs,
+        batches_at_once=1,
+        lag=pace.lag,
+        lead=pace.lead,
+        gathers=gathers,
+    )
+    # A recomputed input changes the order of replays, and so what a gradient's reduction has to end.
+    off = 0.1 if any(recipe.input == "recompute" for recipe in chosen.values()) else 0.01
+    assert model.seconds(np.array([choices]))[0] == pytest.approx(simulate(schedule, *problem).seconds, rel=off)
 
 
 def paired(problem: Problem) -> Problem:
