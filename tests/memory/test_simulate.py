@@ -294,6 +294,10 @@ def test_measured_seconds_cover_every_way_to_run() -> None:
     }
     timeline = simulate(make_schedule(chain, chosen), chain, sizes, costs)
     assert math.isfinite(timeline.seconds) and timeline.seconds > 0
+    counted = measure_seconds(chain, parameters, batch, repeats=2, typical=len)  # type: ignore[arg-type]
+    ways = counted["layer0.mix"]
+    assert {*ways.forward.values(), *ways.backward.values(), *ways.without_output.values()} == {2}
+    assert ways.forward.keys() == ways.without_output.keys()
     with pytest.raises(ValueError, match=r"no seconds were measured of the segments \['embed'"):
         make_costs(machine, sizes, {})
     with pytest.raises(ValueError, match="repeats = 0"):
