@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .config import MoEConfig
-from .parallel import PendingSave, latest, load_sharded, save_sharded_async
+from .parallel import PendingSave, latest, load_sharded, save_sharded, save_sharded_async
 
 Tree = TypeVar("Tree")
 
@@ -63,6 +63,15 @@ def save_state(run: Path, step: int, state: Any, config: MoEConfig) -> PendingSa
       CheckpointError: here what is known at once, and what the save before met; the rest from ``wait()``.
     """
     return save_sharded_async(run / STATES_FOLDER, step, state, identity=dataclasses.asdict(config), keep=1)
+
+
+def write_state(run: Path, step: int, state: Any, config: MoEConfig) -> None:
+    """As ``save_state``, but ends when the state is on the disk, and makes no copy of it in memory.
+
+    Raises:
+      CheckpointError: it cannot be written.
+    """
+    save_sharded(run / STATES_FOLDER, step, state, identity=dataclasses.asdict(config), keep=1)
 
 
 def latest_state(run: Path) -> Path:

@@ -22,6 +22,7 @@ from .parallel import global_norm as sharded_norm
 from .parameters import Params
 from .routing import update_balance
 from .sharding import Sharding, make_sharding
+from .tree import named_leaves
 
 
 class TrainState(NamedTuple):
@@ -48,7 +49,14 @@ class StepMetrics(NamedTuple):
 
 
 def init_state(params: Params, optimizer: GradientTransformation, config: MoEConfig) -> TrainState:
-    """The state before the first step. Of DTensors, so that their moments are DTensors too."""
+    """The state before the first step. Of DTensors, so that their moments are DTensors too.
+
+    Raises:
+      ValueError: a parameter is narrower than fp32, in which most updates would be rounded away; the leaf is named.
+    """
+    for name, leaf in named_leaves(params).items():
+        if leaf.dtype.itemsize < torch.float32.itemsize:
+            raise ValueError(f"leaf {name!r} is {leaf.dtype}; what is trained is fp32 or better: hf.load gives that")
     device = params["embedding"].device
     step = torch.zeros((), dtype=torch.int64, device=device)
     return TrainState(step, params, optimizer.init(params), init_balance(config, device))

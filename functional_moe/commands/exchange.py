@@ -14,7 +14,7 @@ from .. import hf
 from ..data import check_vocabulary, load_tokenizer
 from ..model import init_balance
 from ..parameters import abstract
-from ..state_file import StateError, latest_state, load_state, save_state, writing
+from ..state_file import StateError, latest_state, load_state, write_state, writing
 from .settings import DataSettings, SettingsError, TrainSettings, read_settings, to_json
 from .train import DATA_FILE, SETTINGS_FILE, check_tokenizer
 
@@ -84,7 +84,7 @@ def import_model(settings: ImportSettings) -> int:
         (folder / hf.GENERATION_FILE).write_text(_json(_generation(source, hf_config)), encoding="utf-8")
         (folder / DATA_FILE).write_text(_json(identity), encoding="utf-8")
         (folder / SETTINGS_FILE).write_text(to_json(run), encoding="utf-8")
-        save_state(folder, 0, {"params": model.params, "balance": model.balance}, config).wait()
+        write_state(folder, 0, {"params": model.params, "balance": model.balance}, config)
     told = f"{out}: {run.preset}, {config.num_params:,} parameters, {config.num_active_params:,} active"
     if model.left_out:
         told += f"; left out {len(model.left_out)} tensors that predict later tokens, {model.left_out[0]} and on"

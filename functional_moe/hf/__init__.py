@@ -14,6 +14,7 @@ from ._errors import HFError as HFError
 from ._files import read_json as read_json
 from ._weights import CONFIG_FILE as CONFIG_FILE
 from ._weights import GENERATION_FILE as GENERATION_FILE
+from ._weights import WEIGHTS_FILE as WEIGHTS_FILE
 from ._weights import Imported as Imported
 from ._weights import appearing as appearing
 from ._weights import load as load

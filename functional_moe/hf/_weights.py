@@ -4,21 +4,24 @@ Where each tensor of a file stands in a leaf follows from ``parameters.declare``
 files hold it transposed. Reading allocates every leaf once, or this rank's shard of it, and fills it from blocks of
 rows that fit into a cache: nothing else of the model is ever in memory. Everything that headers tell (names, shapes,
 dtypes, that the bytes are there) is checked before.
+
+Half of the time goes to the system, which finds and clears the memory that the leaves come to lie in, and the rest to
+turning matrices. So a thread for each processor takes runs of the file in turn.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -42,18 +45,37 @@ GENERATION_FILE = "generation_config.json"
 _SELECTION_BIAS = "model.layers.{layer}.mlp.gate.e_score_correction_bias"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Matrices are turned in blocks of rows: of many, so that what is written next to each other is long, and of few
-# enough that a block, its turned copy and the next level of the cache get along.
-_BLOCK_ROWS = (16, 128)
-_BLOCK_NUMBERS = 1 << 18
+# enough that a block and its turned copy stay in a cache.
+_BLOCK_ROWS = (16, 1024)
+_BLOCK_NUMBERS = 1 << 19
+# What a thread takes at once: long runs of a file, as disks like them, and of neighbours in a leaf, as two threads that
+# write into one page both ask the system for it; short enough that all end together.
+_RUN_NUMBERS = 1 << 22
+# More add nothing: then memory is what is waited for.
+_MOST_THREADS = 8
 
 
 class Imported(NamedTuple):
     """A model from elsewhere."""
 
     config: MoEConfig
-    params: Params  # fp32; DTensors when a layout was given
+    params: Params  # fp32, or as asked for; DTensors when a layout was given
     balance: Tensor  # fp32 [moe_layers, experts]; the selection bias, zeros for families without one
     left_out: tuple[str, ...]  # tensors that are no part of the model: those of heads that predict later tokens
+
+
+class _Part(NamedTuple):
+    """Matrices of a tensor of a file, or rows of one, and the memory that they go to."""
+
+    entry: Entry  # of 3 axes: matrices, rows, columns
+    source: tuple[slice, slice, slice]
+    target: Tensor  # as ``source``, its last two axes exchanged where ``is_transposed``
+    is_transposed: bool
+
+    @property
+    def size(self) -> int:
+        """Numbers."""
+        return self.target.numel()
 
 
 class _Piece(NamedTuple):
@@ -66,18 +88,23 @@ class _Piece(NamedTuple):
     is_transposed: bool
 
 
-def load(model_dir: str | Path, layout: Layout | None = None) -> Imported:
+def load(model_dir: str | Path, layout: Layout | None = None, *, dtype: torch.dtype = torch.float32) -> Imported:
     """Reads a model directory of Hugging Face's, whole or this rank's part.
 
     Args:
       model_dir: a folder with ``config.json`` and ``model.safetensors``, or several such files and their index. Experts
         may lie one by one or stacked.
       layout: of the parameter tree; a rank then reads the slices that it holds, and ``params`` are DTensors.
+      dtype: of ``params``, whatever the files have. A bf16 model takes half the memory as bf16, and with
+        ``compute_dtype="bfloat16"`` computes the same logits, bit for bit, as when it is widened. The routers of
+        architectures with a selection bias stay fp32. What is trained is fp32.
 
     Raises:
       HFError: anything is missing, unknown, of another shape or dtype, cut short or hostile; the file and the tensor
         or key are named. All headers are checked before anything is allocated.
     """
+    if dtype not in DTYPES.values():
+        raise HFError(f"dtype = {dtype}: weights are read as {', '.join(map(str, DTYPES.values()))}")
     folder = Path(model_dir)
     hf_config = read_json(folder / CONFIG_FILE)
     family, config = family_of(hf_config), config_from_hf(hf_config)
@@ -91,28 +118,21 @@ def load(model_dir: str | Path, layout: Layout | None = None) -> Imported:
 
     declared = _declared(config)
     held = {path: _held(layout, path, leaf) for path, leaf in declared.items()}
-    leaves = {path: _empty([part.stop - part.start for part in held[path]]) for path in declared}
+    leaves = {
+        path: torch.empty(
+            [part.stop - part.start for part in held[path]],
+            dtype=torch.float32 if family.selection_bias and leaf.label == "router" else dtype,
+        )
+        for path, leaf in declared.items()
+    }
     balance = torch.zeros(config.num_moe_layers, config.num_experts)
     leaves["balance"], held["balance"] = balance, tuple(slice(0, size) for size in balance.shape)
-    scratch = torch.empty(max(_BLOCK_NUMBERS, _BLOCK_ROWS[0] * max(entry.shape[-1] for _, entry in found)))
-    with Reader() as reader:
-        for piece, entry in sorted(found, key=lambda pair: (pair[1].path, pair[1].offset)):
-            _fill(reader, leaves[piece.leaf], held[piece.leaf], piece, entry, scratch)
+    in_files_order = sorted(found, key=lambda pair: (pair[1].path, pair[1].offset))
+    parts = (_part(leaves[piece.leaf], held[piece.leaf], piece, entry) for piece, entry in in_files_order)
+    _read(_runs(short for part in parts if part is not None for short in _shortened(part)))
     _, spec = pytree.tree_flatten(declare(config), is_leaf=_is_leaf)
     params = pytree.tree_unflatten([leaves[path] for path in declared], spec)
     return Imported(config, params if layout is None else from_local(params, layout), balance, left_out)
-
-
-def _empty(shape: Sequence[int]) -> Tensor:
-    """fp32 memory that nothing has been written to.
-
-    It is numpy's, which asks the system for large pages: getting torch's small ones takes as long as filling them. The
-    first numbers are left out up to a cache line, where torch's own memory begins.
-    """
-    size, line = math.prod(shape), 16
-    memory = np.empty(size + line, np.float32)
-    start = -(memory.ctypes.data // memory.itemsize) % line
-    return torch.from_numpy(memory[start : start + size]).view(tuple(shape))
 
 
 def _is_leaf(node: object) -> bool:
@@ -298,19 +318,18 @@ def _in_three(entry: Entry) -> Entry:
     return entry._replace(shape=(1,) * (3 - len(entry.shape)) + entry.shape)
 
 
-def _fill(reader: Reader, leaf: Tensor, held: tuple[slice, ...], piece: _Piece, entry: Entry, scratch: Tensor) -> None:
-    """Reads what this rank holds of a piece into its shard of the leaf.
+def _part(leaf: Tensor, held: tuple[slice, ...], piece: _Piece, entry: Entry) -> _Part | None:
+    """What this rank holds of a piece, if anything.
 
     Args:
-      leaf: the shard.
+      leaf: this rank's shard.
       held: the part of the whole leaf that it is.
-      scratch: memory for a block of rows.
     """
     target, source = [], []
     for part, have in zip(piece.where, held, strict=True):
         start, stop = max(part.start, have.start), min(part.stop, have.stop)
         if start >= stop:
-            return
+            return None
         target.append(slice(start - have.start, stop - have.start))
         source.append(slice(start - part.start, stop - part.start))
     view = leaf[tuple(target)]
@@ -319,18 +338,92 @@ def _fill(reader: Reader, leaf: Tensor, held: tuple[slice, ...], piece: _Piece, 
     matrices, rows, columns = source
     if piece.is_transposed:
         rows, columns = columns, rows
+    return _Part(_in_three(entry), (matrices, rows, columns), view, piece.is_transposed)
+
+
+def _shortened(part: _Part) -> Iterator[_Part]:
+    """A part that is longer than a run, by matrices and rows."""
+    if part.size <= _RUN_NUMBERS:
+        yield part
+        return
+    matrices, rows, columns = part.source
+    at_once = max(1, _RUN_NUMBERS // (columns.stop - columns.start))
+    for number, matrix in enumerate(range(matrices.start, matrices.stop)):
+        for start in range(rows.start, rows.stop, at_once):
+            stop = min(start + at_once, rows.stop)
+            here = slice(start - rows.start, stop - rows.start)
+            target = part.target[number : number + 1]
+            target = target[:, :, here] if part.is_transposed else target[:, here]
+            yield part._replace(source=(slice(matrix, matrix + 1), slice(start, stop), columns), target=target)
+
+
+def _runs(parts: Iterable[_Part]) -> deque[list[_Part]]:
+    """Neighbouring parts together."""
+    runs: deque[list[_Part]] = deque()
+    size = _RUN_NUMBERS
+    for part in parts:
+        if size >= _RUN_NUMBERS:
+            runs.append([])
+            size = 0
+        runs[-1].append(part)
+        size += part.size
+    return runs
+
+
+def _read(runs: deque[list[_Part]]) -> None:
+    """Fills all memory, in as many threads as this process has processors.
+
+    Raises:
+      HFError: what went wrong first; the other threads then end with the run they have.
+    """
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = max(1, min(processors, _MOST_THREADS, len(runs)))
+    widest = max((part.entry.shape[-1] for run in runs for part in run), default=0)
+
+    def work() -> None:
+        torch.set_num_threads(1)  # or each would start as many again
+        scratch = torch.empty(max(_BLOCK_NUMBERS, _BLOCK_ROWS[0] * widest))
+        try:
+            with Reader() as reader:
+                while True:
+                    try:
+                        run = runs.popleft()
+                    except IndexError:
+                        return
+                    for part in run:
+                        _fill(reader, part, scratch)
+        except BaseException:
+            runs.clear()
+            raise
+
+    torch_threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(count, "hf.load") as pool:
+            try:
+                for working in [pool.submit(work) for _ in range(count)]:
+                    working.result()
+            except BaseException:  # Ctrl-C, say
+                runs.clear()
+                raise
+    finally:
+        torch.set_num_threads(torch_threads)  # a part of this setting is the whole process's
+
+
+def _fill(reader: Reader, part: _Part, scratch: Tensor) -> None:
+    """Reads a part, a block of rows at a time; ``scratch`` has room for one."""
     few, many = _BLOCK_ROWS
+    columns = part.source[-1]
     width = columns.stop - columns.start
-    at_once = min(many, max(few, _BLOCK_NUMBERS // max(1, entry.shape[-1])))
-    for matrix, row, block in reader.blocks(_in_three(entry), (matrices, rows, columns), at_once):
+    at_once = min(many, max(few, _BLOCK_NUMBERS // max(1, part.entry.shape[-1])))
+    for matrix, row, block in reader.blocks(part.entry, part.source, at_once):
         count = len(block)
-        if piece.is_transposed:
+        if part.is_transposed:
             # In two steps: torch turns a block into contiguous memory several times faster than into columns.
             turned = scratch.view(block.dtype)[: width * count].view(width, count)
             turned.copy_(block.t())
-            view[matrix, :, row : row + count] = turned
+            part.target[matrix, :, row : row + count] = turned
         else:
-            view[matrix, row : row + count] = block
+            part.target[matrix, row : row + count] = block
 
 
 def save(

@@ -217,6 +217,6 @@ def test_a_full_disk_leaves_no_run(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(exchange, "save_state", full)
+        patch.setattr(exchange, "write_state", full)
         assert "No space left" in fails(capsys, patch, "import", model_dir, "--out", tmp_path / "run")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
-from functional_moe import hf
+from functional_moe import hf, optim
 from functional_moe.chain import logits, loss_fn
 from functional_moe.config import PRESETS, MoEConfig
+from functional_moe.generate import generate
+from functional_moe.hf import _weights
 from functional_moe.optim import path_name
 from functional_moe.parameters import Leaf, Params, declare
+from functional_moe.train_step import init_state
 from functional_moe.tree import named_leaves
 
 from .hf_models import CASES, FAMILIES, RELEASED, make_config, write_model
@@ -136,6 +140,112 @@ def test_narrow_weights_come_back_as_they_were(dtype: torch.dtype, tmp_path: Pat
             kept = family == "dots1" and ".mlp.gate." in name
             assert ours[name].dtype == (torch.float32 if kept else dtype), name
             assert torch.equal(value.to(torch.float32), ours[name].to(torch.float32)), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_stays_bf16_when_asked_and_computes_the_same(family: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "theirs", family).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "theirs")
+    wide = hf.load(tmp_path / "theirs")
+    config, params, balance, _ = hf.load(tmp_path / "theirs", dtype=torch.bfloat16)
+    for name, leaf in named_leaves(params).items():
+        kept = hf.FAMILIES[family].selection_bias and name.endswith("router")
+        assert leaf.dtype == (torch.float32 if kept else torch.bfloat16), name
+        assert torch.equal(leaf.to(torch.float32), named_leaves(wide.params)[name]), name
+    assert balance.dtype == torch.float32
+    config = dataclasses.replace(config, compute_dtype="bfloat16")
+    tokens = tokens_of(2, 11)
+    batch = {"tokens": tokens, "targets": tokens}
+    ours = logits(params, balance, batch, config)
+    assert torch.equal(ours, logits(wide.params, balance, batch, config))
+    assert generate(params, balance, config, [1, 2], 9) == generate(wide.params, balance, config, [1, 2], 9)
+
+    hf.save(tmp_path / "ours", config, params, balance, model_type=family, dtype=torch.bfloat16)
+    theirs, again = files_of(tmp_path / "theirs"), files_of(tmp_path / "ours")
+    assert theirs.keys() == again.keys()
+    for name, value in theirs.items():
+        assert torch.equal(value.to(torch.float32), again[name].to(torch.float32)), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_logits_are_as_near_to_fp32_as_the_class_s_own(family: str, tmp_path: Path) -> None:
+    """Both round activations to bf16 in other places, so a fixed tolerance would say little: theirs is the measure."""
+    model = write_model(tmp_path, family).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    tokens = tokens_of(8, 32)
+    batch = {"tokens": tokens, "targets": tokens}
+    loaded = hf.load(tmp_path)
+    exact = logits(loaded.params, loaded.balance, batch, loaded.config)
+    config, params, balance, _ = hf.load(tmp_path, dtype=torch.bfloat16)
+    ours = logits(params, balance, batch, dataclasses.replace(config, compute_dtype="bfloat16"))
+    theirs = model(input_ids=tokens, use_cache=False).logits.to(torch.float32).detach()
+
+    # The median over tokens: where rounding changes which expert is chosen, a token is far off in either.
+    def distance(values: torch.Tensor) -> float:
+        return float((values - exact).norm(dim=-1).median())
+
+    assert distance(ours) <= 1.5 * distance(theirs)
+    assert distance(theirs) <= 0.05 * float(exact.norm(dim=-1).median())
+
+
+def test_what_is_trained_is_fp32(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3_moe")
+    config, params, _, _ = hf.load(tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"leaf 'embedding' is torch\.bfloat16; what is trained is fp32"):
+        init_state(params, optim.adamw(1e-3), config)
+    with pytest.raises(hf.HFError, match=r"dtype = torch\.float64"):
+        hf.load(tmp_path, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("processors", [1, 2, 3])
+@pytest.mark.parametrize("run", [1, 50, 1 << 22])
+def test_threads_and_the_length_of_their_runs_change_nothing(
+    processors: int, run: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for family in ("qwen3_moe", "mixtral"):
+        model = write_model(tmp_path / family, family)
+        if family == "mixtral":  # in the stacked form
+            model.config.save_pretrained(tmp_path / family)
+            save_file(dict(model.state_dict()), tmp_path / family / "model.safetensors")
+        expected = hf.load(tmp_path / family)
+        with monkeypatch.context() as patch:
+            patch.setattr(_weights.os, "sched_getaffinity", lambda _: range(processors), raising=False)
+            patch.setattr(_weights, "_RUN_NUMBERS", run)
+            patch.setattr(torch, "empty", lambda *shape, **k: torch.zeros(*shape, **k).fill_(torch.nan))
+            ours = hf.load(tmp_path / family)
+        for name, leaf in named_leaves(expected.params).items():
+            assert torch.equal(named_leaves(ours.params)[name], leaf), name
+
+
+def test_reading_leaves_torch_s_threads_as_they_were_and_stops_at_the_first_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, "qwen3_moe")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        hf.load(tmp_path)
+        assert torch.get_num_threads() == 2
+        seen: list[int] = []
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert seen == [2]
+        filled = []
+
+        def fails(*arguments: Any) -> None:
+            filled.append(arguments)
+            raise hf.HFError("no more")
+
+        monkeypatch.setattr(_weights, "_fill", fails)
+        monkeypatch.setattr(_weights, "_RUN_NUMBERS", 1)
+        monkeypatch.setattr(_weights.os, "sched_getaffinity", lambda _: range(3), raising=False)
+        with pytest.raises(hf.HFError, match="no more"):
+            hf.load(tmp_path)
+        assert len(filled) <= 3
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_shards_have_an_index_and_hold_what_it_says(tmp_path: Path) -> None:
