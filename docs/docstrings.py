@@ -78,7 +78,7 @@ def _link(target: str, obj: Object, package: Module) -> str:
 
 
 def _public_path(target: str, obj: Object, package: Module) -> str | None:
-    """Where the documentation has ``target``, as it is seen from ``obj``: in its scopes, then in the packages around."""
+    """Where the documentation has ``target``, as ``obj`` sees it: in its scopes, then in the packages around."""
     if target.startswith(f"{package.path}."):
         return target
     first, _, rest = target.partition(".")

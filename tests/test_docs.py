@@ -67,9 +67,7 @@ def test_every_name_that_a_page_links_to_exists() -> None:
 
 def test_the_reference_has_every_public_name_once() -> None:
     listed = [
-        name
-        for page in PAGES
-        for name in re.findall(r"^::: (functional_moe\S*)", page.read_text(), flags=re.MULTILINE)
+        name for page in PAGES for name in re.findall(r"^::: (functional_moe\S*)", page.read_text(), flags=re.MULTILINE)
     ]
     assert len(listed) == len(set(listed))
     # Behind a module of the same name, which is what readers of sources see.
