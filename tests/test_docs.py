@@ -89,7 +89,7 @@ def test_the_reference_has_every_public_name_once() -> None:
         ("![a picture](nowhere.png)", "nowhere.png"),
         ("[`x`][functional_moe.memory.nowhere]", "functional_moe.memory.nowhere"),
         ("::: functional_moe.memory.nowhere", "functional_moe.memory.nowhere"),
-        ("[`plan`][functional_moe.memory.plan]\n\n::: functional_moe.memory.plan", ""),
+        ("[`in_bytes`][functional_moe.memory.in_bytes]\n\n::: functional_moe.memory.in_bytes", ""),
     ],
 )
 def test_the_build_refuses_what_leads_nowhere(tmp_path: Path, text: str, complaint: str) -> None:
@@ -101,7 +101,7 @@ def test_the_build_refuses_what_leads_nowhere(tmp_path: Path, text: str, complai
     (pages / "docstrings.py").symlink_to(DOCS / "docstrings.py")
     (tmp_path / "functional_moe").symlink_to(ROOT / "functional_moe")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "mkdocs", "build", "--strict"], cwd=tmp_path, capture_output=True, text=True
     )
     said = done.stdout + done.stderr
     assert (done.returncode != 0) == bool(complaint), said
