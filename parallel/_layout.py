@@ -198,7 +198,7 @@ def unshard(tree: Tree) -> Tree:
 def gather(tree: Tree, layout: Layout, keep: Tree | None = None) -> Tree:
     """Local shards to full tensors, as parameters enter a computation: ``A[I_Y, J] -> A[I, J]``.
 
-    Differentiable to any order, under the transforms that :mod:`._collectives` has. A gradient has the placements of
+    Differentiable to any order, under the transforms that the collectives know. A gradient has the placements of
     its leaf: that of a sharded one is reduced and scattered, that of a replicated one summed over the ranks
     (:func:`.replicate`). One message per leaf and mesh axis; nothing is packed.
 
