@@ -126,23 +126,30 @@ def test_a_rank_reads_its_part_alone(tmp_path: Path) -> None:
 PEAK = """
 import sys, torch
 from pathlib import Path
-from functional_moe import hf
+from functional_moe import __main__ as command_line, hf
+
+def bring(folder):
+    if sys.argv[3] == "load":
+        return hf.load(folder)
+    return command_line.run(["import", folder, "--out", folder + "-run"])
 
 def status(key):
     (line,) = (l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(key + ":"))
     return int(line.split()[1]) * 1024
 
-hf.load(sys.argv[1])  # what the first call costs alone: imports, threads, buffers
+bring(sys.argv[1])  # what the first call costs alone: imports, threads, buffers
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-loaded = hf.load(sys.argv[2])
+loaded = bring(sys.argv[2])
 print(status("VmHWM") - before)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("what", ["load", "import"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peak_memory_is_the_model_and_a_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_peak_memory_is_the_model_and_a_tensor(tmp_path: Path, dtype: torch.dtype, what: str) -> None:
+    """Of what is loaded, and of the command, which also writes it."""
     config = MoEConfig(
         vocab_size=4096,
         hidden_size=1024,
@@ -164,8 +171,8 @@ def test_peak_memory_is_the_model_and_a_tensor(tmp_path: Path, dtype: torch.dtyp
         dtype=dtype,
         max_shard_size=100_000_000,
     )
-    arguments = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "model")]
-    peak = int(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)
+    arguments = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "model"), what]
+    peak = int(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
     model = sum(leaf.nbytes for leaf in named_leaves(params).values())
     largest_in_file = config.vocab_size * config.hidden_size * dtype.itemsize
     assert model > 200_000_000
