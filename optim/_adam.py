@@ -182,7 +182,8 @@ def _fused(
 
     Some leaves at a time, so that what one kernel has written is still in cache for the next.
     """
-    step = count.to(grads[0].device, torch.float32)
+    # A device is given the number, as a copy of the tensor would wait for all that it has to do.
+    step = torch.full((), number(count), dtype=torch.float32, device=grads[0].device)
     out: list[Tensor] = []
     new_mu: list[Tensor] = []
     new_nu: list[Tensor] = []
