@@ -190,7 +190,7 @@ def _fused(
     for part in _cachefuls(grads):
         # The kernel walks raw memory and does not look at strides, so everything has to be contiguous.
         some = _contiguous(grads[part])
-        some_mu, some_nu = (list(torch._foreach_clone(_contiguous(moments[part]))) for moments in (mu, nu))
+        some_mu, some_nu = (list(torch._foreach_mul(_contiguous(moments[part]), 1.0)) for moments in (mu, nu))
         some_out = [torch.zeros_like(grad) for grad in some]
         # fmt: off
         torch._fused_adamw_(
