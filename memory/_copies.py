@@ -160,9 +160,13 @@ class CudaCopies:
                 f"({str(error).splitlines()[0]})"
             ) from error
 
+    def stream(self, source: Tensor) -> torch.cuda.Stream:
+        """The stream on which ``source`` is copied."""
+        return self._from_device if source.is_cuda else self._to_device
+
     def start(self, source: Tensor, destination: Tensor) -> Copy:
         """Begins once all that the current stream was given before is done."""
-        stream = self._from_device if source.is_cuda else self._to_device
+        stream = self.stream(source)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             destination.copy_(source, non_blocking=True)
