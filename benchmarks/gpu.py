@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import muon
 import torch
+from _report import interleaved
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -376,7 +377,7 @@ def newton_schulz(here: Here) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, shapes in groups.items():
         steps = {"ours": muon.ours(shapes, torch.bfloat16, device), "torch": muon.torch_muon(shapes, device)}
-        times = muon.interleaved(steps, 3 if here.dry else 7, device)
+        times = interleaved(steps, 3 if here.dry else 7, wait=here.sync)
         iteration, product = muon.rates(shapes, torch.bfloat16, device, 3 if here.dry else 7, time.perf_counter)
         found[name] = {
             "ms_ours": times["ours"] * 1e3,

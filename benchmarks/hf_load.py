@@ -10,17 +10,19 @@ Most of the time is that of getting fresh memory from the system, which varies w
     python benchmarks/hf_load.py
 """
 
-import argparse
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from _report import Ratio, make_parser, write
 from safetensors.torch import load_file
 
 from functional_moe import hf, init
 from functional_moe.config import MoEConfig
+
+BAR = 1.2  # times the peer's time, at most
 
 # Layers of Qwen3-30B-A3B, with a quarter of their experts.
 CONFIG = MoEConfig(
@@ -38,7 +40,7 @@ CONFIG = MoEConfig(
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--clock", choices=["wall", "process"], default="wall")
     args = parser.parse_args()
@@ -46,6 +48,7 @@ def main():
     params = init(CONFIG, seed=0)
     balance = torch.zeros(CONFIG.num_moe_layers, CONFIG.num_experts)
     print(f"{CONFIG.num_params:,} parameters, {args.clock} clock, {torch.get_num_threads()} threads")
+    found = []
     with tempfile.TemporaryDirectory() as folder:
         for dtype in (torch.float32, torch.bfloat16):
             model_dir = Path(folder) / str(dtype)
@@ -74,6 +77,9 @@ def main():
             listing = ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in median.items())
             ratios = ", ".join(f"{median['ours'] / median[name]:.2f}x {name}" for name in list(median)[1:])
             print(f"{dtype}: {listing}: {ratios} ({rate:.2f} GB/s of file)", flush=True)
+            peer = list(median)[-1]
+            found.append(Ratio(f"time of importing {dtype}", peer, median["ours"] / median[peer], BAR, False))
+    write(args.json, found)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from functional_moe.optim import GradientTransformation
 from functional_moe.parameters import abstract
 from functional_moe.train_step import TrainState, init_state
 
-
 # Of c10::DeviceType.
 _CUDA, _META = 1, 14
 

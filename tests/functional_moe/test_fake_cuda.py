@@ -6,7 +6,6 @@ once: for whether the gradient was finite, while the optimizer's update is being
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from functional_moe.chain import make_chain
 from functional_moe.parameters import labels, matrix_axes
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fake_cuda import HostReads, draw_state, gradients_by_hand, pretended  # noqa: E402
+from fake_cuda import HostReads, draw_state, gradients_by_hand, pretended
 
 # Rows at 16-byte boundaries, so that torch's grouped product applies.
 ALIGNED = {"hidden_size": 16, "moe_intermediate_size": 8, "head_dim": 8, "num_shared_experts": 1}
@@ -91,7 +90,7 @@ def test_a_value_that_the_host_reads_is_found():
     with pretended(), HostReads() as reads:
         x = torch.ones(3, device="cuda")
         x.cpu()
-        with pytest.raises(Exception, match="data-dependent|_local_scalar_dense"):
+        with pytest.raises(Exception, match="_local_scalar_dense"):
             x.sum().item()
     assert reads.found == ["aten._to_copy.default", "aten._local_scalar_dense.default"]
 
