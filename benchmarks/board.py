@@ -47,7 +47,7 @@ BENCHMARKS = {
     "adamw": Entry(("--repeats", "21"), ("--repeats", "2", "--leaves", "100")),
     "sharded_step": Entry(("--layers", "4"), ("--layers", "2", "--rounds", "1"), 1),
     "sharded_muon": Entry((), ("--layers", "1", "--repeats", "1"), 1),
-    "memory": Entry((), ("--rounds", "1", "--layers", "2"), 1),
+    "memory": Entry((), ("--rounds", "1", "--layers", "2", "--hidden-size", "64"), 1),
     "plan": Entry((), ("--layers", "8"), 1),
     "simulator": Entry((), ("--rounds", "1"), 1),
     "hf_load": Entry((), ("--repeats", "1"), 1),
