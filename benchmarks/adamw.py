@@ -10,13 +10,12 @@ For leaves of hundreds of kilobytes the time is that of fresh memory, which glib
 after each step: ``MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_MMAP_THRESHOLD_=4294967296`` keeps it.
 """
 
-import argparse
-import statistics
-import time
-
 import torch
+from _report import CLOCKS, Ratio, interleaved, make_parser, write
 
 from functional_moe import optim
+
+BAR = 1.0  # at every size
 
 
 def ours(leaves, size):
@@ -40,31 +39,28 @@ def theirs(leaves, size, **options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--leaves", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=41)
-    parser.add_argument("--clock", choices=["wall", "process"], default="wall")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     args = parser.parse_args()
-    clock = time.perf_counter if args.clock == "wall" else time.process_time
     threads = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
     print(f"{args.leaves} leaves, {args.clock} clock, {threads}")
+    ratios = []
     for size in ((64,), (64, 64), (128, 512)):
         steps = {
             "ours": ours(args.leaves, size),
             "foreach": theirs(args.leaves, size, foreach=True),
             "fused": theirs(args.leaves, size, fused=True),
         }
-        times = {name: [] for name in steps}
-        for repeat in range(args.repeats + 3):
-            for name, step in steps.items():
-                start = clock()
-                step()
-                if repeat >= 3:
-                    times[name].append(clock() - start)
-        median = {name: statistics.median(values) for name, values in times.items()}
+        median = interleaved(steps, args.repeats, CLOCKS[args.clock])
         listing = ", ".join(f"{name} {value * 1e3:.2f} ms" for name, value in median.items())
         ratio = median["foreach"] / median["ours"]
         print(f"leaf {list(size)}: {listing}: {ratio:.2f}x torch.optim.AdamW(foreach=True)", flush=True)
+        ratios.append(
+            Ratio(f"step over {args.leaves} leaves {list(size)}", "torch.optim.AdamW(foreach=True)", ratio, BAR)
+        )
+    write(args.json, ratios)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,13 @@ import time
 from pathlib import Path
 
 import torch
+from _report import Ratio, make_parser, write
 from safetensors.torch import load_file
 
 from functional_moe import hf, init
 from functional_moe.config import MoEConfig
+
+BAR = 1.2  # times the peer's time, at most
 
 # Layers of Qwen3-30B-A3B, with a quarter of their experts.
 CONFIG = MoEConfig(
@@ -79,7 +82,7 @@ def run_one(name, folder, dtype):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--run", nargs=3, metavar=("CONTENDER", "FOLDER", "DTYPE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -87,6 +90,7 @@ def main():
         name, folder, dtype = args.run
         run_one(name, Path(folder), DTYPES[dtype])
         return
+    found = []
     processors = len(os.sched_getaffinity(0))
     print(f"{CONFIG.num_params:,} parameters, {processors} processors, medians of {args.repeats} processes each")
     with tempfile.TemporaryDirectory() as temporary:
@@ -107,6 +111,10 @@ def main():
                         runs[name].append(tuple(map(float, done.stdout.split())))
             print(f"{stored} file of {(folder / hf.WEIGHTS_FILE).stat().st_size / 1e9:.2f} GB into {wanted}:")
             ours = statistics.median(run[0] for run in runs["ours"])
+            # Reading the file is the peer where it gives the result; else what gives it from the file read.
+            peer = "readinto" if stored == wanted else "pread"
+            ratio = ours / statistics.median(run[0] for run in runs[peer])
+            found.append(Ratio(f"time of importing {stored} as {wanted}", peer, ratio, BAR, at_least=False))
             for name, taken in runs.items():
                 wall, user, system, faults = map(statistics.median, zip(*taken, strict=True))
                 print(
@@ -115,6 +123,7 @@ def main():
                     + ("" if name == "ours" else f": ours is {ours / wall:.2f}x"),
                     flush=True,
                 )
+    write(args.json, found)
 
 
 if __name__ == "__main__":

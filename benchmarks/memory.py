@@ -14,13 +14,11 @@ tensor bytes.
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from _report import Ratio, interleaved, make_parser, write
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +31,7 @@ from functional_moe.model import count_totals, init_balance
 from functional_moe.parameters import init
 
 Run = Callable[[], Any]
+CHECKPOINT_BAR, RESIDUALS_BAR, PLANNED_BAR, EXECUTOR_BAR = 1.15, 1.1, 1.0, 1.03
 
 
 class Problem:
@@ -138,21 +137,8 @@ def peak(run: Run) -> float:
     return counted.peak / 2**20
 
 
-def compare(runs: dict[str, Run], rounds: int) -> dict[str, float]:
-    """Median seconds of each, over interleaved rounds."""
-    for run in runs.values():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def show(title: str, runs: dict[str, Run], rounds: int) -> dict[str, float]:
-    seconds = compare(runs, rounds)
+    seconds = interleaved(runs, rounds)
     print(title)
     for name, run in runs.items():
         print(f"  {name:<44}{seconds[name] * 1e3:>9.1f} ms{peak(run):>9.1f} MiB")
@@ -160,7 +146,7 @@ def show(title: str, runs: dict[str, Run], rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
@@ -181,14 +167,21 @@ def main() -> None:
         "torch.utils.checkpoint": checkpointed,
     }
     seconds = show("full recomputation against torch.utils.checkpoint", runs, arguments.rounds)
+    ratios = []
     for name in list(runs)[:2]:
-        print(f"  {name}: {seconds['torch.utils.checkpoint'] / seconds[name]:.3f}x its speed")
+        ratio = seconds["torch.utils.checkpoint"] / seconds[name]
+        print(f"  {name}: {ratio:.3f}x its speed")
+        ratios.append(Ratio(f"speed, {name}", "torch.utils.checkpoint", ratio, CHECKPOINT_BAR))
+    ratio = peak(runs["every layer recomputed"]) / peak(checkpointed)
+    ratios.append(Ratio("memory, every layer recomputed", "torch.utils.checkpoint", ratio, 1.0, False))
 
     long = Problem(arguments.hidden_size, 2, 1, 4096)
     kept = make_schedule(long.chain, long.recipes(replay._replace(residuals={"core": "keep"}), rest))
     runs = {"attention core kept": long.scheduled(kept), "all recomputed": long.scheduled(full(long))}
     seconds = show("attention residuals at a sequence of 4096", runs, max(3, arguments.rounds // 2))
-    print(f"  {seconds['all recomputed'] / seconds['attention core kept']:.3f}x")
+    ratio = seconds["all recomputed"] / seconds["attention core kept"]
+    print(f"  {ratio:.3f}x")
+    ratios.append(Ratio("speed, attention core kept at 4096 tokens", "all recomputed", ratio, RESIDUALS_BAR))
 
     uniform = {"keep all": memory.keep_all(problem.chain), "recompute all": memory.recompute_all(problem.chain)}
     schedules = {name: make_schedule(problem.chain, recipes) for name, recipes in uniform.items()}
@@ -199,11 +192,16 @@ def main() -> None:
     runs = {"planned": problem.scheduled(planned.schedule)}
     runs |= {name: problem.scheduled(schedules[name]) for name in schedules}
     seconds = show(f"a budget of {budget / 2**20:.1f} MiB, in which fit: {', '.join(fitting)}", runs, arguments.rounds)
-    print(f"  {min(seconds[name] for name in fitting) / seconds['planned']:.3f}x the best uniform policy that fits")
+    ratio = min(seconds[name] for name in fitting) / seconds["planned"]
+    print(f"  {ratio:.3f}x the best uniform policy that fits")
+    ratios.append(Ratio("speed, planned for half the room", "best uniform policy that fits", ratio, PLANNED_BAR))
 
     runs = {"executor": problem.scheduled(make_schedule(problem.chain)), "loop by hand": problem.loop()}
     seconds = show("the executor without recomputation", runs, 2 * arguments.rounds)
-    print(f"  {seconds['executor'] / seconds['loop by hand'] - 1:+.1%} over a loop")
+    ratio = seconds["executor"] / seconds["loop by hand"]
+    print(f"  {ratio - 1:+.1%} over a loop")
+    ratios.append(Ratio("time of the executor", "a loop by hand", ratio, EXECUTOR_BAR, False))
+    write(arguments.json, ratios)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,10 @@ them; figures are medians.
 On a machine that others use too, ``OMP_WAIT_POLICY=PASSIVE`` and ``--clock process`` compare CPU seconds.
 """
 
-import argparse
 import functools
-import statistics
-import time
 
 import torch
+from _report import CLOCKS, Ratio, interleaved, make_parser, write
 
 from functional_moe import optim
 from functional_moe.optim._matrix_product import matrix_product
@@ -25,6 +23,8 @@ from functional_moe.optim._matrix_product import matrix_product
 AXES = optim.MatrixAxes(out=0, in_=1)  # torch.optim.Muon's reading, so that all contenders scale alike
 BETA, RATE = 0.95, 0.02
 A, B, C = optim.KELLER_JORDAN
+# Of all groups together, of each, and the iteration's share of a plain product's rate.
+TOTAL_BAR, GROUP_BAR, PRODUCT_BAR = 1.3, 1.0, 0.85
 
 
 def groups(experts):
@@ -35,9 +35,8 @@ def groups(experts):
     }
 
 
-def sync(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def waiting(device):
+    return functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
 
 
 def ours(shapes, dtype, device):
@@ -118,24 +117,6 @@ def optax_muon(shapes):
     return step
 
 
-CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
-
-
-def interleaved(steps, repeats, device, clock=time.perf_counter):
-    """Return the median time in seconds of each step, run in turn ``repeats`` times after one warm-up."""
-    times = {name: [] for name in steps}
-    for step in steps.values():
-        step()
-    for _ in range(repeats):
-        for name, step in steps.items():
-            sync(device)
-            start = clock()
-            step()
-            sync(device)
-            times[name].append(clock() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def flops(n, m, steps=5):
     """Operations of the plain iteration: X X^T, its square, and their product with X."""
     n, m = min(n, m), max(n, m)
@@ -159,7 +140,7 @@ def rates(shapes, dtype, device, repeats, clock):
         "product": lambda: [z @ z.mT for z in flat],
         "product by our kernel": lambda: [matrix_product(z[None], z[None].mT) for z in flat],
     }
-    times = interleaved(steps, repeats, device, clock)
+    times = interleaved(steps, repeats, clock, waiting(device))
     product = min(times["product"], times["product by our kernel"])
     return batch * flops(n, m) / times["iteration"], batch * 2 * n * n * m / product
 
@@ -174,13 +155,13 @@ def crossover(dtype, device, clock):
                 method: functools.partial(optim.newton_schulz, x, dtype=dtype, method=method)
                 for method in ("standard", "gram")
             }
-            times = interleaved(steps, 7, device, clock)
+            times = interleaved(steps, 7, clock, waiting(device))
             line.append(f"{aspect}: {times['standard'] / times['gram']:.2f}")
         print(f"  n = {n:5d}  " + "  ".join(line), flush=True)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     cuda = torch.cuda.is_available()
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16" if cuda else "float32")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
@@ -197,7 +178,7 @@ def main():
     if args.crossover:
         crossover(dtype, device, clock)
         return
-    totals = {}
+    totals, ratios = {}, []
     for name, shapes in groups(args.experts).items():
         steps = {
             "ours": ours(shapes, dtype, device),
@@ -206,21 +187,23 @@ def main():
         }
         if dtype == torch.float32 and device.type == "cpu":
             steps["optax under jit"] = optax_muon(shapes)
-        times = interleaved(steps, args.repeats, device, clock)
+        times = interleaved(steps, args.repeats, clock, waiting(device))
         for peer, value in times.items():
             totals[peer] = totals.get(peer, 0.0) + value
-        report(name, times, dtype)
+        ratios.append(report(name, times, dtype, GROUP_BAR))
         iteration, product = rates(shapes, dtype, device, max(7, args.repeats), clock)
         print(
             f"  Newton-Schulz {iteration / 1e9:.0f} of {product / 1e9:.0f} Gflop/s of a product: "
             f"{iteration / product:.0%}",
             flush=True,
         )
+        ratios.append(Ratio(f"Newton-Schulz, {name}", "a matrix product's rate", iteration / product, PRODUCT_BAR))
         del steps
-    report("total", totals, dtype)
+    ratios.append(report("total", totals, dtype, TOTAL_BAR))
+    write(args.json, ratios)
 
 
-def report(name, times, dtype):
+def report(name, times, dtype, bar):
     same = {
         peer: value
         for peer, value in times.items()
@@ -232,6 +215,7 @@ def report(name, times, dtype):
     print(f"  {same[best] / times['ours']:.2f}x the best peer in {str(dtype)[6:]} ({best})", end="")
     others = [peer for peer in times if peer != "ours" and peer not in same]
     print("".join(f"; {times[peer] / times['ours']:.2f}x {peer}" for peer in others), flush=True)
+    return Ratio(f"Muon step, {name}", f"{best}, {str(dtype)[6:]}", same[best] / times["ours"], bar)
 
 
 if __name__ == "__main__":

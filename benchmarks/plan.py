@@ -6,12 +6,14 @@ that plans the same; the ratio is that of the planned step to the best uniform p
     python benchmarks/plan.py --layers 74
 """
 
-import argparse
 import time
+
+from _report import Ratio, make_parser, write
 
 from functional_moe import memory
 
 GIB = 2**30
+SECONDS_BAR, UNIFORM_BAR = 2.0, 1.0
 BOUNDARY, CORE, SCORES = 768 * 2**20, 768 * 2**20, 2 * 2**20
 
 
@@ -53,13 +55,14 @@ def run(*_):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=74)
     parser.add_argument("--hbm-gib", type=int, nargs="+", default=[50, 70, 100, 200, 400])
     arguments = parser.parse_args()
     host = memory.Tier(100 * GIB, memory.Link(160e9), memory.Link(415e9))
     machine = memory.Hardware(600e12, {"hbm": memory.Tier(96 * 10**9), "host": host})
-    chain, sizes = problem(arguments.layers)
+    layers, ratios = arguments.layers, []
+    chain, sizes = problem(layers)
     costs = memory.make_costs(machine, sizes)
     for gib in arguments.hbm_gib:
         begin, clock = time.perf_counter(), time.process_time()
@@ -71,10 +74,15 @@ def main():
         taken, cpu = time.perf_counter() - begin, time.process_time() - clock
         best = min((one.seconds for one in plan.uniform.values() if one.fits), default=float("nan"))
         print(
-            f"{gib} GiB: {arguments.layers} layers in {taken:.2f} s ({cpu:.2f} s of CPU), {plan.tried} schedules; "
+            f"{gib} GiB: {layers} layers in {taken:.2f} s ({cpu:.2f} s of CPU), {plan.tried} schedules; "
             f"the best uniform policy takes {best / plan.timeline.seconds:.3f} times as long"
         )
         print(memory.explain(plan))
+        ratios.append(Ratio(f"seconds to plan {layers} layers, {gib} GiB", "a limit", taken, SECONDS_BAR, False))
+        if best == best:  # some uniform policy fits
+            gain = best / plan.timeline.seconds
+            ratios.append(Ratio(f"planned step, {gib} GiB", "best uniform policy that fits", gain, UNIFORM_BAR))
+    write(arguments.json, ratios)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ sizes say, an all-reduce two shares of a ring.
 On a machine that others use too, ``chrt -f 50`` before it (the processes inherit it) gives near-quiet figures.
 """
 
-import argparse
 import functools
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
+from _report import Ratio, make_parser, write
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from functional_moe import optim, parallel
 
 RANKS = 4
+TIME_BAR, BYTES_BAR = 1.0, 1.0  # what gathering takes, over ours
 ROWS, COLUMNS = (Shard(0), Shard(0)), (Shard(1), Shard(1))
 IN_OUT = optim.MatrixAxes(out=-1, in_=-2)
 FUSED = optim.MatrixAxes(out=-1, in_=-2, out_blocks=2)
@@ -149,7 +150,7 @@ def measure(leaves, dtype, with_torch, repeats):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--experts", type=int, default=8)
@@ -161,6 +162,7 @@ def main():
         "without experts or blocks, bfloat16": (leaves_of(args.layers, args.hidden, 0, False), torch.bfloat16, True),
     }
     print(f"{'':36} {'':7} {'ms':>8} {'MB sent':>8} {'time':>7} {'bytes':>7}  (against ours)")
+    ratios = []
     for problem, (leaves, dtype, with_torch) in problems.items():
         results = parallel.spawn(measure, RANKS, leaves, dtype, with_torch, args.repeats, timeout=600.0)
         found = {
@@ -171,12 +173,16 @@ def main():
             for name in results[0][0]
         }
         seconds, sent = found["ours"]
+        for what, bar, index in (("time", TIME_BAR, 0), ("bytes", BYTES_BAR, 1)):
+            ratio = found["gather"][index] / found["ours"][index]
+            ratios.append(Ratio(f"{what} of a sharded Muon step, {problem}", "gathering every matrix", ratio, bar))
         for name, (other_seconds, other_sent) in found.items():
             print(
                 f"{problem:36} {name:7} {other_seconds * 1e3:8.1f} {other_sent / 1e6:8.2f} "
                 f"{other_seconds / seconds:6.2f}x {other_sent / sent:6.2f}x"
             )
         print(f"{'':36} ours and gather differ by {max(apart for _, apart in results):.1e}")
+    write(args.json, ratios)
 
 
 if __name__ == "__main__":

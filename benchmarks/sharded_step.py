@@ -9,7 +9,6 @@ during a step, and the bytes that a rank sends in one.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _report import Ratio, make_parser, write
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils import _pytree as pytree
@@ -33,6 +33,7 @@ from functional_moe.sharding import model_layout
 from functional_moe.train_step import init_state, make_train_step
 
 RATE = 1e-3
+BAR = 1.0  # of the peer's time, memory and bytes, at most; two places count
 
 
 class AliveBytes(TorchDispatchMode):
@@ -212,10 +213,20 @@ def measure(config: MoEConfig, rows: int, seq: int, rounds: int) -> dict[str, An
     }
 
 
+def shares(found: list[dict[str, Any]]) -> list[Ratio]:
+    """Of time, memory and bytes, ours over that of the faster peer; each the largest of any rank."""
+    names = list(found[0]["seconds"])
+    ours, best = names[0], min(names[1:], key=lambda name: found[0]["seconds"][name])
+    out = []
+    for key in ("seconds", "memory", "sent"):
+        values = {name: max(one[key][name] for one in found) for name in names}
+        out.append(Ratio(f"{key} of a sharded step", best, round(values[ours] / values[best], 2), BAR, False))
+    return out
+
+
 def table(found: list[dict[str, Any]]) -> Iterator[str]:
     first = found[0]
     names = list(first["seconds"])
-    ours, best = names[0], min(names[1:], key=lambda name: first["seconds"][name])
     yield f"{'':<28}{'seconds':>9}{'peak MiB':>10}{'sent MiB':>10}{'messages':>10}   losses"
     for name in names:
         peak = max(one["memory"][name] for one in found) / 2**20
@@ -224,13 +235,12 @@ def table(found: list[dict[str, Any]]) -> Iterator[str]:
             f"{name:<28}{first['seconds'][name]:>9.3f}{peak:>10.1f}{first['sent'][name] / 2**20:>10.1f}"
             f"{first['messages'][name]:>10}   {losses}"
         )
-    for key in ("seconds", "memory", "sent"):
-        values = {name: max(one[key][name] for one in found) for name in names}
-        yield f"{key}: {values[ours] / values[best]:.3f} of {best}"
+    for share in shares(found):
+        yield f"{share.what}: {share.value:.2f} of {share.peer}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--hidden-size", type=int, default=256)
@@ -255,6 +265,7 @@ def main() -> None:
     found = parallel.spawn(measure, arguments.ranks, *run, timeout=600.0)
     print(f"{config.num_params:,} parameters, {arguments.ranks} ranks of one thread")
     print("\n".join(table(found)))
+    write(arguments.json, shares(found))
 
 
 if __name__ == "__main__":

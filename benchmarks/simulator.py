@@ -9,7 +9,6 @@ on a machine that does something else mean nothing.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import statistics
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from _report import Ratio, make_parser, write
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -53,6 +53,10 @@ from functional_moe.sharding import make_sharding, model_layout
 COUNTS = 6
 """How often memory is counted where ranks exchange tokens, for the least."""
 RECIPES = {"keep": keep_all, "recompute": recompute_all, "offload": offload_all}
+
+
+# How far predictions may be off.
+TIME_BAR, MEMORY_BAR = 0.20, 0.05
 
 
 class Case(NamedTuple):
@@ -223,12 +227,13 @@ def _copy_rate() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     columns = "ranks recipe hidden layers tokens step measured off peak measured off".split()
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    ratios = []
     for case in CASES:
         ranks = case.fsdp * case.ep
         if ranks == 1:
@@ -244,6 +249,11 @@ def main() -> None:
             f"{first.measured_bytes / 1e6:.1f} MB | {100 * (first.predicted_bytes / first.measured_bytes - 1):+.1f}% |",
             flush=True,
         )
+        what = f"{case.fsdp} x {case.ep} ranks, {case.recipe}, hidden {case.hidden}, {case.microbatches} microbatches"
+        off = abs(predicted / measured - 1), abs(first.predicted_bytes / first.measured_bytes - 1)
+        ratios.append(Ratio(f"{what}: time off by", "measured", off[0], TIME_BAR, False))
+        ratios.append(Ratio(f"{what}: memory off by", "measured", off[1], MEMORY_BAR, False))
+    write(arguments.json, ratios)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ grouped experts, scaled-dot-product attention, and the faster of torch's foreach
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+from _report import Ratio, make_parser, write
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
@@ -23,6 +23,7 @@ from functional_moe.flops import measure_matmul_rate, train_flops_per_token
 from functional_moe.parameters import init
 from functional_moe.train_step import init_state, make_train_step
 
+BAR = 1.5
 EXPERTS = ("grouped_mm", "eager")  # batched_mm copies every expert for every token: minutes a step
 
 
@@ -99,7 +100,7 @@ def fastest_peer(config: MoEConfig, tokens: torch.Tensor) -> tuple[str, Callable
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=256)
@@ -123,6 +124,7 @@ def main() -> None:
     print(f"functional_moe  {count / mine:9,.0f} tokens/s  MFU {count * flops / mine / rate:.0%}")
     print(f"transformers    {count / peer:9,.0f} tokens/s  MFU {count * flops / peer / rate:.0%}  ({name})")
     print(f"ratio {peer / mine:.2f} (median of {arguments.rounds} interleaved rounds)")
+    write(arguments.json, [Ratio(f"training step, {arguments.preset}", f"transformers, {name}", peer / mine, BAR)])
     print(f"      {statistics.median(theirs / ours for ours, theirs in times):.2f} (median of the rounds' own ratios)")
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         ours()

@@ -224,14 +224,18 @@ def _with_messages(sizes: Sizes, layers: ShardedLayers) -> Sizes:
 
 
 def _update_bytes(optimizer: GradientTransformation, state: TrainState) -> int:
-    """Bytes of the optimizer's update at its peak, besides the old state and the gradient."""
-    gradient = pytree.tree_map(torch.ones_like, state.params)
+    """Bytes of the optimizer's update at its peak, besides the old state and the gradient, which the step lets go once
+    there are updates.
+    """
     with torch.no_grad(), LiveBytes() as memory:
+        gradient = pytree.tree_map(torch.ones_like, state.params)
+        size = _bytes(gradient)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        del gradient
         params = apply_updates(state.params, updates)
     del updates, opt_state, params
     peak: int = memory.peak
-    return peak
+    return max(0, peak - size)
 
 
 def _message_seconds(sharding: Sharding, layers: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:

@@ -29,11 +29,14 @@ def value_and_grad(function: Callable[[Any], tuple[Tensor, Any]], params: Any) -
     Raises:
       ValueError: for a loss that is no scalar.
     """
-    loss, pull_back, auxiliary = torch.func.vjp(function, params, has_aux=True)  # type: ignore[misc]
-    if loss.ndim:
-        raise ValueError(f"the loss has shape {tuple(loss.shape)}; it must be a scalar")
-    with torch.set_grad_enabled(torch.is_grad_enabled() and _may_be_differentiated(loss)):
-        (gradient,) = pull_back(torch.ones_like(loss))
+    enabled = torch.is_grad_enabled()
+    # In inference mode torch 2.11 returns zeros; to leave it turns gradients on.
+    with torch.inference_mode(False), torch.set_grad_enabled(enabled):
+        loss, pull_back, auxiliary = torch.func.vjp(function, params, has_aux=True)  # type: ignore[misc]
+        if loss.ndim:
+            raise ValueError(f"the loss has shape {tuple(loss.shape)}; it must be a scalar")
+        with torch.set_grad_enabled(enabled and _may_be_differentiated(loss)):
+            (gradient,) = pull_back(torch.ones_like(loss))
     return loss, auxiliary, gradient
 
 

@@ -165,14 +165,16 @@ def make_train_step(
 
         grad_norm = ranks.norm(sums.gradient)
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
+        choose = _chooser(finite)
         updates, opt_state = optimizer.update(sums.gradient, state.opt_state, state.params)
+        del sums  # the gradient's memory is enough for the new parameters
         advanced = TrainState(
             state.step,
             apply_updates(state.params, updates, foreach=kernels == "fused"),
             opt_state,
             update_balance(state.balance, metrics.counts, config),
         )
-        kept = _choose(finite, advanced, state)
+        kept = choose(advanced, state)
         load = metrics.counts.to(torch.float32)
         return from_local_parts(kept._replace(step=state.step + 1), given), StepMetrics(
             loss=metrics.loss,
@@ -274,12 +276,29 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _choose(condition: Tensor, new: TrainState, old: TrainState) -> TrainState:
-    """``new`` where ``condition`` holds, else ``old``."""
-    if condition.device.type == "cpu" and not inside_transform():
-        # Looking at a value costs nothing here; elsewhere it would make the host wait for the device.
-        return new if bool(condition) else old
-    # The optimizer's counts and rates may lie on the host: for them the device is waited for, once.
-    return pytree.tree_map(  # type: ignore[no-any-return]
-        lambda a, b: torch.where(condition.to(a.device), a, b), new, old
-    )
+def _chooser(condition: Tensor) -> Callable[[TrainState, TrainState], TrainState]:
+    """``choose(new, old)``: ``new`` where ``condition`` holds, else ``old``.
+
+    A device is asked for the condition now and waited for when something is chosen: what it was given in between, the
+    optimizer's update, it computes while the host goes on. To choose on the device would write the whole state again.
+    """
+    if inside_transform():
+        return lambda new, old: pytree.tree_map(lambda a, b: torch.where(condition.to(a.device), a, b), new, old)
+    holds = _on_host(condition)
+    return lambda new, old: new if holds() else old
+
+
+def _on_host(condition: Tensor) -> Callable[[], bool]:
+    """The value of a bool [] for the host, which waits for it, and for no later work of the device, when it calls."""
+    if not condition.is_cuda:
+        return lambda: bool(condition)
+    here = torch.empty((), dtype=torch.bool, pin_memory=True)
+    here.copy_(condition, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def value() -> bool:
+        arrived.synchronize()
+        return bool(here)
+
+    return value

@@ -116,14 +116,20 @@ class AdversarialCopies:
         self._pending = [copy for copy in self._pending if not copy.done]
 
 
-class _Event:
-    """A copy on a CUDA stream."""
+class _OnStream:
+    """A copy on a CUDA stream of its own.
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    Until somebody waits for it, it holds both tensors: their memory belongs to another stream, which would use it for
+    something else as soon as nobody had them.
+    """
+
+    def __init__(self, event: torch.cuda.Event, source: Tensor, destination: Tensor) -> None:
         self._event = event
+        self._tensors: tuple[Tensor, Tensor] | None = (source, destination)
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
+        self._tensors = None
 
 
 class CudaCopies:
@@ -137,27 +143,36 @@ class CudaCopies:
     def slab(self, size: int) -> Tensor:
         """Pinned memory, in one piece: pinning each tensor costs milliseconds, and torch rounds each up.
 
+        Torch rounds the piece up to a power of two too, and gives one of the same size out again, without pinning
+        anew, once all copies to and from it are done.
+
         Raises:
-          RuntimeError: when it cannot be pinned. Nothing falls back to memory that is not: its copies would hold up the
+          MemoryError: when it cannot be pinned. Nothing falls back to memory that is not: its copies would hold up the
             computation.
         """
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{size:,} bytes of host memory cannot be pinned, and copies to memory that is not pinned hold up the "
-                f"computation: choose a smaller host budget ({str(error).splitlines()[0]})"
+            rounded = 1 << max(0, size - 1).bit_length()
+            raise MemoryError(
+                f"{rounded:,} bytes of host memory ({size:,}, rounded up) cannot be pinned, and copies to memory that "
+                "is not pinned are several times slower and hold up the computation: choose a smaller host budget "
+                f"({str(error).splitlines()[0]})"
             ) from error
+
+    def stream(self, source: Tensor) -> torch.cuda.Stream:
+        """The stream on which ``source`` is copied."""
+        return self._from_device if source.is_cuda else self._to_device
 
     def start(self, source: Tensor, destination: Tensor) -> Copy:
         """Begins once all that the current stream was given before is done."""
-        stream = self._from_device if source.is_cuda else self._to_device
+        stream = self.stream(source)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             destination.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        return _Event(event)
+        return _OnStream(event, source, destination)
 
     def spoil(self, tensor: Tensor) -> None:
         """Nothing."""

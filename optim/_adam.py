@@ -182,14 +182,15 @@ def _fused(
 
     Some leaves at a time, so that what one kernel has written is still in cache for the next.
     """
-    step = count.to(grads[0].device, torch.float32)
+    # A device is given the number, as a copy of the tensor would wait for all that it has to do.
+    step = torch.full((), number(count), dtype=torch.float32, device=grads[0].device)
     out: list[Tensor] = []
     new_mu: list[Tensor] = []
     new_nu: list[Tensor] = []
     for part in _cachefuls(grads):
         # The kernel walks raw memory and does not look at strides, so everything has to be contiguous.
         some = _contiguous(grads[part])
-        some_mu, some_nu = (list(torch._foreach_clone(_contiguous(moments[part]))) for moments in (mu, nu))
+        some_mu, some_nu = (_clones(_contiguous(moments[part])) for moments in (mu, nu))
         some_out = [torch.zeros_like(grad) for grad in some]
         # fmt: off
         torch._fused_adamw_(
@@ -217,6 +218,13 @@ def _cachefuls(xs: list[Tensor]) -> Iterator[slice]:
             start, elements = index, 0
         elements += x.numel()
     yield slice(start, len(xs))
+
+
+def _clones(xs: list[Tensor]) -> list[Tensor]:
+    """Copies. Torch 2.11 has no list kernel that makes them; that of products takes 1.4 ms on a CPU where single copies
+    of 1,000 leaves of 64 elements take 0.8 ms.
+    """
+    return [x.clone() for x in xs] if xs[0].device.type == "cpu" else list(torch._foreach_mul(xs, 1.0))
 
 
 def _contiguous(xs: list[Tensor]) -> list[Tensor]:

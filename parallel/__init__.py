@@ -66,5 +66,6 @@ from ._pool import spawn as spawn
 from ._tree import map_leaves as map_leaves
 from ._world import RankError as RankError
 from ._world import World as World
+from ._world import find_device as find_device
 from ._world import join_world as join_world
 from ._world import launched as launched

@@ -204,29 +204,48 @@ def launched() -> int | None:
     return int(size) if size is not None and "RANK" in os.environ else None
 
 
-def join_world(timeout: float) -> World:
+def find_device(wish: str = "auto") -> torch.device:
+    """Where this process computes. A GPU becomes its current one.
+
+    Args:
+      wish: ``"cpu"``, ``"cuda"``, or ``"auto"``: a GPU where torch sees one. Of the processes that torchrun started on
+        this machine each takes its own.
+
+    Raises:
+      RankError: ``"cuda"`` where torch sees no GPU; more processes than GPUs.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wish == "cpu" or (wish == "auto" and not gpus):
+        return torch.device("cpu")
+    if not gpus:
+        raise RankError("--device cuda: torch sees no GPU here; auto computes on the CPU then")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if here > gpus:
+        raise RankError(
+            f"{here} processes on a machine of {gpus} GPUs: start as many as there are GPUs, or compute on CPUs with "
+            "--device cpu"
+        )
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_world(timeout: float, device: str = "auto") -> World:
     """Joins the processes that torchrun started, as its environment variables describe them.
 
-    Collectives use NCCL where this process sees a GPU, else gloo.
+    Collectives use NCCL on GPUs, gloo on CPUs.
 
     Args:
       timeout: seconds that a collective waits for its peers.
+      device: as for :func:`find_device`.
 
     Raises:
-      RankError: more processes than GPUs on this machine.
+      RankError: no GPU where one is wanted, or more processes than GPUs on this machine.
       CollectiveError: not all ranks came within ``timeout``.
     """
     wait = datetime.timedelta(seconds=timeout)
-    on_gpus, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if on_gpus and here > torch.cuda.device_count():
-        raise RankError(
-            f"{here} processes on a machine of {torch.cuda.device_count()} GPUs: start as many as there are GPUs, or "
-            "compute on CPUs with CUDA_VISIBLE_DEVICES= "
-        )
-    device = torch.device("cuda", local) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
+    found = find_device(device)
+    on_gpus = found.type == "cuda"
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=wait)))
         store.set_timeout(wait)
@@ -236,13 +255,13 @@ def join_world(timeout: float) -> World:
             rank=rank,
             world_size=size,
             timeout=wait,
-            device_id=device if on_gpus else None,
+            device_id=found if on_gpus else None,
         )
         control = dist.new_group(backend="gloo", timeout=wait) if on_gpus else dist.group.WORLD
     except (RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CollectiveError(f"the ranks did not come together within {timeout:g} s: {reason}") from error
-    return World(rank, size, device, PrefixStore("signs", store), control)
+    return World(rank, size, found, PrefixStore("signs", store), control)
 
 
 def _ranks(numbers: list[int]) -> str:

@@ -40,7 +40,8 @@ def run_as_rank(parse: Callable[[], object]) -> NoReturn:
                 raise SettingsError("only train runs in several processes; start this without torchrun")
             return settings
 
-        world = join_world(settings.timeout if isinstance(settings, TrainSettings) else TrainSettings.timeout)
+        wishes = settings if isinstance(settings, TrainSettings) else TrainSettings
+        world = join_world(wishes.timeout, wishes.device)
         stop_watch = world.watch(functools.partial(_ended_with_another, world))
         status = train(world.together("the command line", given, *USER_ERRORS), world)
         stop_watch()

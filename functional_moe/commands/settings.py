@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -101,6 +101,8 @@ class TrainSettings:
     host_budget: Annotated[str | None, tyro.conf.arg(metavar="BYTES")] = None
     """Further memory of each process, reserved in one piece, to which activations may be moved; on a CPU it is memory
     like the other, counted apart. Nothing: they stay."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute: auto takes the GPU where torch sees one; of several processes each takes its own."""
     timeout: float = 600.0
     """Seconds that processes wait for one of them before the run ends with its name."""
     seed: int = 0
@@ -216,6 +218,7 @@ _FREE = frozenset(
         "ep",
         "replicate",
         "timeout",
+        "device",
         "hbm_budget",
         "host_budget",
     }

@@ -46,7 +46,7 @@ from ..memory import HOST, Copies, CudaCopies, PlanError, explain
 from ..model import Batch, init_balance
 from ..optim import GradientTransformation
 from ..optimizers import make_optimizer
-from ..parallel import Layout, PendingSave, World, from_local, local_parts, make_mesh, shard
+from ..parallel import Layout, PendingSave, RankError, World, find_device, from_local, local_parts, make_mesh, shard
 from ..parameters import abstract, init
 from ..sharding import model_layout
 from ..state_file import STATES_FOLDER, StateError, latest_state, load_state, save_state, write_text, writing
@@ -126,14 +126,14 @@ def train(settings: TrainSettings, world: World | None = None) -> int:
 
     Args:
       settings: of the run.
-      world: the ranks, each of which calls this; by default this process by itself.
+      world: the ranks, each of which calls this; by default this process by itself, on the device of the settings.
 
     Raises:
       SettingsError, DataError, StateError, CheckpointError: whatever the user can mend, in a process by itself.
       RankError: the same over ranks, on each of them; also when the ranks disagree.
       CollectiveError: a peer died or hangs.
     """
-    settings, world = resolved(settings), world or World()
+    settings, world = resolved(settings), world or _alone(settings)
     world.agree({**flat(settings), **_versions()})
     world.together("the mesh", lambda: _check_ranks(settings, world), *USER_ERRORS)
     layout = None
@@ -146,6 +146,13 @@ def train(settings: TrainSettings, world: World | None = None) -> int:
     with contextlib.ExitStack() as stack:
         folder = world.from_first("the folder", lambda: stack.enter_context(_claimed(settings)), *USER_ERRORS)
         return _train(_Run(settings, folder, world, layout, optimizer, planned))
+
+
+def _alone(settings: TrainSettings) -> World:
+    try:
+        return World(device=find_device(settings.device))
+    except RankError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _planned(
@@ -166,7 +173,7 @@ def _planned(
     tokens = tokens.to(world.device)
     batch = {"tokens": tokens, "targets": tokens, "segment_ids": torch.ones_like(tokens)}
     try:
-        return plan_step(
+        planned = plan_step(
             model,
             optimizer,
             state,
@@ -180,6 +187,14 @@ def _planned(
         )
     except PlanError as error:
         raise SettingsError(f"--hbm-budget {settings.hbm_budget}: {error}") from error
+    if world.device.type == "cuda":
+        # Reserved and given back, so that what cannot be pinned is known before a step: torch keeps it for the first.
+        try:
+            for size in planned.slabs.values():
+                CudaCopies().slab(size)
+        except MemoryError as error:
+            raise SettingsError(f"--host-budget {settings.host_budget}: {error}") from error
+    return planned
 
 
 def _copies(device: torch.device) -> Copies | None:
@@ -340,15 +355,16 @@ def _first_state(run: _Run) -> TrainState:
     """Random parameters, or those of another run with its routers' selection bias."""
     model, start = run.settings.model, run.settings.init_from
     if start is None:
-        return init_state(init(model, run.settings.seed, layout=run.layout), run.optimizer, model)
+        params = init(model, run.settings.seed, device=run.world.device, layout=run.layout)
+        return init_state(params, run.optimizer, model)
     params = abstract(model)
     params = params if run.layout is None else shard(params, run.layout)
     template: dict[str, Any] = {"params": params, "balance": init_balance(model)}
     checkpoint = run.world.from_first("the state", lambda: latest_state(start), *USER_ERRORS)
     # As the model it was; the leaves' shapes are compared with this one's.
     was = run.world.together("the model", lambda: read_settings(start / SETTINGS_FILE).model, *USER_ERRORS)
-    stored = load_state(checkpoint, template, was, partial=True)
-    return init_state(stored["params"], run.optimizer, model)._replace(balance=stored["balance"].to(run.world.device))
+    stored = _on_device(load_state(checkpoint, template, was, partial=True), run.world.device)
+    return init_state(stored["params"], run.optimizer, model)._replace(balance=stored["balance"])
 
 
 def _resumed(run: _Run, data: Data) -> tuple[TrainState, list[dict[str, Any]]]:
@@ -367,13 +383,21 @@ def _resumed(run: _Run, data: Data) -> tuple[TrainState, list[dict[str, Any]]]:
     checkpoint = world.from_first("the state", lambda: latest_state(folder), *USER_ERRORS)
     params = abstract(model)
     params = params if run.layout is None else shard(params, run.layout)
-    state = load_state(checkpoint, init_state(params, run.optimizer, model), model)
-    state = state._replace(step=state.step.to(world.device), balance=state.balance.to(world.device))
+    loaded = load_state(checkpoint, init_state(params, run.optimizer, model), model)
+    state: TrainState = _on_device(loaded, world.device)
+    state = state._replace(step=state.step.to(world.device))
     steps = int(state.step)
     read = world.together(
         "the metrics", lambda: _read_records(folder / METRICS_FILE, steps) if world.leads else [], *USER_ERRORS
     )
     return state, read
+
+
+def _on_device(tree: Any, device: torch.device) -> Any:
+    """What was read from a disk, where a rank computes. Shards are there already; an optimizer's counts and rates,
+    which are single numbers, stay on the host.
+    """
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device) if leaf.ndim else leaf, tree)
 
 
 def read_identity(folder: Path) -> dict[str, str]:

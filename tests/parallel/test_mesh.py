@@ -73,3 +73,10 @@ def test_the_groups_of_a_mesh_time_out_with_the_world():
     with pytest.raises(parallel.WorkerError, match=r"CollectiveError: all_reduce of float32 \[1\]"):
         parallel.spawn(skip_in_mesh, 4, timeout=1.0)
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    assert parallel.find_device("auto") == parallel.find_device("cpu") == torch.device("cpu")
+    with pytest.raises(parallel.RankError, match=r"^--device cuda: torch sees no GPU here"):
+        parallel.find_device("cuda")
