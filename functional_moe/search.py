@@ -31,7 +31,6 @@ class Searched(NamedTuple):
 
 
 _ASSUMPTIONS: Mapping[str, Callable[[Choice], str]] = {
-    "gather": lambda c: "parameters gathered in fp8, with a scale for each block" if c.gather_dtype == "float8" else "",
     "reduce": lambda c: "gradients summed in fp8" if c.reduce_dtype == "float8" else "",
     "exchange": lambda c: "tokens exchanged in parts, beside the experts' products" if c.exchange_hidden else "",
     "router": lambda c: "the router's fp32 products on tensor cores (TF32)" if c.router_dtype == "tfloat32" else "",

@@ -61,8 +61,8 @@ def make_sharding(
       layout: of its parameters.
       gather_dtype: of matrices and embeddings; by default the compute dtype. The rest is gathered in float32, because
         it is small and computed with in float32. In ``float8_e4m3fn`` matrices travel with a scale for each block of
-        128 (``parallel._fp8``) and are computed with in the compute dtype, in which embedding and head travel: DeepSeek-V3
-        (arXiv 2412.19437, 3.3.1) leaves those wide too.
+        128 (``parallel._fp8``) and are computed with in the compute dtype. Embedding and head travel in the compute
+        dtype then: DeepSeek-V3 (arXiv 2412.19437, 3.3.1) leaves those wide too.
       reduce_dtype: in which gradients are summed over ranks.
 
     Raises:

@@ -6,23 +6,24 @@ block's largest magnitude is at most 448, e4m3's largest number. With it the val
 
     |y - x| <= max(2^-4 |x|, 2^-10 scale),    max |block| / 448 <= scale < max |block| / 224
 
-so a value keeps its relative precision down to 1 / 14336 of its block's largest. Below ``2^-117`` scales do not go:
-what arrives is never subnormal in fp32 or bf16, whatever the device makes of such numbers.
+so a value keeps its relative precision down to 1 / 14336 of its block's largest. (For ``|x|`` below ``2^127``; beyond, as
+in bf16, what rounds up may be infinite.) Scales go no lower than ``2^-117``: what arrives is never subnormal in fp32 or
+bf16, whatever the device makes of such numbers.
 
-Why a power of two. Multiplying by it is exact, and bf16 has its exponents: what arrives is the same number in bf16, fp32
-and fp64, and a value that e4m3 has comes back as it was, so rounding twice is rounding once. A scale of ``max / 448``
-would reach at most one binade lower of the eighteen that e4m3 spans, at four bytes and a second rounding; the relative
-precision is that of three mantissa bits either way.
+Why a power of two. Multiplying by it is exact, and bf16 has its exponents: what arrives is the same number in bf16,
+fp32 and fp64, and a value that e4m3 has comes back as it was, so rounding twice is rounding once. A scale of
+``max / 448`` would reach at most one binade lower of the eighteen that e4m3 spans, at four bytes and a second rounding;
+the relative precision is that of three mantissa bits either way.
 
-A block with a value that is not finite arrives as NaN in every element: e8m0 has a NaN of its own. e4m3 has no infinity,
-and casts to it saturate, so nothing else would show it.
+A block with a value that is not finite arrives as NaN in every element: e8m0 has a NaN of its own. e4m3 has no
+infinity, and casts to it saturate, so nothing else would show it.
 
 Rounding depends on where blocks begin. Ranks agree bit for bit with each other, because all of them, the owner too, use
 what was sent; they agree with other meshes and with one process wherever the dimension of the blocks is not split, or
 split at multiples of ``BLOCK``.
 
-OCP Microscaling Formats (MX) 1.0 has these scales, for blocks of 32. DeepSeek-V3 (arXiv 2412.19437, 3.3) found tiles of 128
-fine enough for weights.
+OCP Microscaling Formats (MX) 1.0 has these scales, for blocks of 32. DeepSeek-V3 (arXiv 2412.19437, 3.3.2) scales
+weights by blocks of 128 x 128.
 """
 
 from __future__ import annotations

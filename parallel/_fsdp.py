@@ -6,8 +6,8 @@ the largest. A leaf that several ranks hold whole is not gathered; its gradient 
 ``2 (n - 1) / n * p``.
 
 A leaf may travel in fp8, a byte for each element and one for each of the blocks that :mod:`._fp8` describes; it is
-computed with in its own dtype. Every rank computes with what was sent, the owner of a part too, and a leaf that is whole
-already is rounded likewise. Its gradient is that of the rounded values, and goes to the shards as it is.
+computed with in its own dtype. Every rank computes with what was sent, the owner of a part too, and a leaf that is
+whole already is rounded likewise. Its gradient is that of the rounded values, and goes to the shards as it is.
 """
 
 from __future__ import annotations
@@ -147,7 +147,9 @@ class ShardedLayers:
             reduction += ranks * packed.size * width + received(ranks * packed.size * width, ranks)
         for members in plan.summed.values():
             reduction += sum(math.prod(plan.leaves[index].part.shape) for index in members) * width
-        return LayerBytes(gathered + rounding, sum(math.prod(leaf.part.shape) for leaf in plan.leaves) * width, reduction)
+        return LayerBytes(
+            gathered + rounding, sum(math.prod(leaf.part.shape) for leaf in plan.leaves) * width, reduction
+        )
 
     @property
     def plans(self) -> dict[str, LayerPlan]:
@@ -233,7 +235,9 @@ class ShardedStore:
             # What is written has a version of its own. Graphs that are kept refer to the leaves, and trust that what
             # they saved comes back the same; the backend writes at any time, from its own threads.
             written = _in_buffer(known, memory.data)
-            finish = [self._gather_alone(known, index, shards[index], memory.data, written) for index in known.plan.alone]
+            finish = [
+                self._gather_alone(known, index, shards[index], memory.data, written) for index in known.plan.alone
+            ]
             for (axes, dtype), packed in known.plan.packed.items():
                 finish.append(self._gather_packed(known, packed, shards, written, axes, dtype))
         self._here[layer] = _Gathered(leaves, finish)

@@ -15,6 +15,7 @@ from ..machine import Machine, MachineError, read_machine
 from ..memory import HBM, HOST, PlanError, draw, in_bytes, write_trace
 from ..predict import Choice, Prediction, predict
 from ..search import Searched, assumptions_of, search
+from ..sharding import GatherDtype
 from .settings import SettingsError
 
 
@@ -40,8 +41,8 @@ class PlanSettings:
     """Of a step, per rank."""
     order: Literal["depth_first", "layer_major"] = "depth_first"
     """Each microbatch through all layers, or all through a layer before the next."""
-    gather_dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"
-    """In which parameters travel."""
+    gather_dtype: GatherDtype = "bfloat16"
+    """In which matrices travel."""
     reduce_dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"
     """In which gradients travel."""
     prefetch: int = 1
@@ -209,12 +210,12 @@ def report(name: str, dry: DryRun, machine: Machine, prediction: Prediction, bud
     """What a prediction says, in lines."""
     timeline, work, busy = prediction.plan.timeline, dry.optimizer, prediction.plan.timeline.busy
     mesh = " x ".join(f"{axis} {size}" for axis, size in dry.mesh.items())
+    buffers = dry.gathers[prediction.choice.gather_dtype].buffers
     lines = [
         f"{name}: {_count(dry.config.num_params)} parameters, {_count(dry.config.num_active_params)} active",
         f"{machine.name}: {dry.ranks} devices, {mesh}; {prediction.tokens:,} tokens per device and step",
         "",
-        f"parameters     {_count(work.parameters)} per rank; gathered, a layer takes "
-        f"{in_bytes(max(dry.buffers.values()))}",
+        f"parameters     {_count(work.parameters)} per rank; gathered, a layer takes {in_bytes(max(buffers.values()))}",
     ]
     for tier, one in timeline.reports.items():
         lines.append(f"memory {tier:<7} {in_bytes(one.peak)} of {in_bytes(budgets[tier])}, filled by")

@@ -175,6 +175,7 @@ def _planned(
             layout=layout,
             accumulate=settings.accumulate,
             copies=_copies(world.device),
+            gather_dtype=settings.gathered_in,
             gather=functools.partial(world.gather, "measurements"),
         )
     except PlanError as error:
@@ -453,6 +454,7 @@ def _loop(
         slabs=None if planned is None else planned.slabs,
         copies=_copies(world.device),
         accumulate=settings.accumulate,
+        gather_dtype=settings.gathered_in,
     )
     evaluate = make_evaluate(settings.model, layout)
     last = settings.steps if settings.stop_after is None else min(settings.steps, settings.stop_after)

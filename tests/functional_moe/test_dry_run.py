@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from functional_moe.chain import Microbatch, by_layer, make_chain
 from functional_moe.config import MoEConfig
-from functional_moe.dry_run import Message, dry_run
+from functional_moe.dry_run import dry_run
 from functional_moe.machine import read_machine
 from functional_moe.memory import HBM, HOST, profile_chain, verify
 from functional_moe.model import Totals, init_balance
@@ -122,10 +122,10 @@ def test_ranks_of_a_node() -> None:
 
 def test_a_message_takes_what_comes_from_other_nodes() -> None:
     machine, mesh = read_machine("jupiter"), {"fsdp": 96, "ep": 4}
-    experts = message_seconds(Message(10**9, 0, ("fsdp",)), mesh, machine, narrow=2)
+    experts = message_seconds(2 * 10**9, ("fsdp",), mesh, machine)
     assert experts == pytest.approx(2e9 * 95 / 96 / 22.9e9)
     # A message over all ranks comes once to a node, a quarter to each device.
-    dense = message_seconds(Message(10**9, 0, ("fsdp", "ep")), mesh, machine, narrow=2)
+    dense = message_seconds(2 * 10**9, ("fsdp", "ep"), mesh, machine)
     assert dense == pytest.approx(2e9 * 95 / 96 / 4 / 22.9e9)
     assert exchange_seconds(4 * 10**9, mesh, machine) == pytest.approx(1e9 / 115.5e9)
 
