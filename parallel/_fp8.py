@@ -6,9 +6,9 @@ block's largest magnitude is at most 448, e4m3's largest number. With it the val
 
     |y - x| <= max(2^-4 |x|, 2^-10 scale),    max |block| / 448 <= scale < max |block| / 224
 
-so a value keeps its relative precision down to 1 / 14336 of its block's largest. (For ``|x|`` below ``2^127``; beyond, as
-in bf16, what rounds up may be infinite.) Scales go no lower than ``2^-117``: what arrives is never subnormal in fp32 or
-bf16, whatever the device makes of such numbers.
+so a value keeps its relative precision down to 1 / 14336 of its block's largest. (For ``|x|`` below ``2^127``; beyond,
+as in bf16, what rounds up may be infinite.) Scales go no lower than ``2^-117``: what arrives is never subnormal in fp32
+or bf16, whatever the device makes of such numbers.
 
 Why a power of two. Multiplying by it is exact, and bf16 has its exponents: what arrives is the same number in bf16,
 fp32 and fp64, and a value that e4m3 has comes back as it was, so rounding twice is rounding once. A scale of

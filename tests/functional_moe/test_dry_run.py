@@ -103,6 +103,33 @@ def test_shards_add_up_to_the_model() -> None:
     assert sum(dry.shards.values()) == dry.optimizer.parameters
 
 
+def test_messages_are_counted_in_the_bytes_in_which_they_travel() -> None:
+    dry = dry_run(SMALL, fsdp=2, ep=2, seq_len=32)
+    (experts, dense) = sorted(dry.messages["layers.1"], key=lambda one: len(one.axes))
+    # 8 experts over both axes would be whole; those of two ranks of ep stay apart.
+    assert (experts.axes, dense.axes) == (("fsdp",), ("fsdp", "ep"))
+    matrices = 4 * 32 * 3 * 16
+    assert experts.elements == matrices
+    # Blocks along what is not hidden, 32 and 16 long: one to each row and column of 32.
+    assert experts.gathered == {"float32": 4 * matrices, "bfloat16": 2 * matrices, "float8": matrices + 4 * 2 * 32}
+    matrices = 32 * (32 + 2 * 16) + 32 * 32 + 32 * 3 * 16
+    exact = 2 * 32 + 2 * 8 + 32 * 8  # norms, those of queries and keys, router
+    assert dense.elements == matrices + exact
+    assert dense.gathered == {
+        "float32": 4 * (matrices + exact),
+        "bfloat16": 2 * matrices + 4 * exact,
+        "float8": matrices + 4 * 32 + 4 * exact,
+    }
+    (embedding,) = dry.messages["embed"]
+    assert embedding.gathered["float8"] == embedding.gathered["bfloat16"] == 2 * 64 * 32
+
+
+def test_fp8_is_computed_with_in_as_much_memory_as_bfloat16() -> None:
+    gathers = dry_run(SMALL, fsdp=2, ep=2, seq_len=32).gathers
+    assert gathers["float8"].buffers == gathers["bfloat16"].buffers
+    assert gathers["float32"].buffers["layers.1"] > 1.8 * gathers["bfloat16"].buffers["layers.1"]
+
+
 def test_leaves_no_process_group() -> None:
     dry_run(SMALL, fsdp=2, ep=2, seq_len=32)
     assert not dist.is_initialized()
