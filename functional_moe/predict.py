@@ -22,6 +22,7 @@ from .memory import (
     Backward,
     Costs,
     Forward,
+    Gather,
     Gathers,
     Link,
     Operator,
@@ -81,6 +82,7 @@ class Prediction(NamedTuple):
     hardware_utilisation: float  # of the peak: what was computed
     exposed_exchange: float  # seconds of computing that are exchanges of tokens
     network: float  # seconds in which the link to other nodes has gathers and reductions
+    unpacking: float  # seconds of the step in which messages of fp8 become numbers; nothing else is done meanwhile
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -138,6 +140,17 @@ def operator_seconds(operator: Operator, dry: DryRun, machine: Machine, choice: 
     rate = machine.rate(choice.router_dtype if dtype == "float32" else dtype)
     arithmetic = operator.flops / rate.sustained
     return arithmetic if step_rate.whole_steps else max(arithmetic, moving)
+
+
+def unpacking_seconds(layer: str, dry: DryRun, machine: Machine, choice: Choice) -> float:
+    """Seconds in which a layer's message in fp8 becomes numbers: it is read, they are written, and scaled in place.
+
+    Counted by itself, because no rate that was measured over whole steps has it in it.
+    """
+    if choice.gather_dtype != "float8":
+        return 0.0
+    message = sum(one.gathered["float8"] for one in dry.messages[layer])
+    return (message + 3 * dry.gathers["float8"].buffers[layer]) / machine.tiers[HBM].bandwidth
 
 
 class RunSeconds(NamedTuple):
@@ -318,7 +331,10 @@ def candidates(dry: DryRun) -> dict[str, list[Recipe]]:
 def summarise(dry: DryRun, machine: Machine, choice: Choice, found: Plan, costs: Costs) -> Prediction:
     """What a plan means in tokens per second."""
     optimizer = optimizer_seconds(dry, machine, choice)
-    seconds = found.timeline.seconds + optimizer.total
+    unpacking = sum(
+        unpacking_seconds(one.layer, dry, machine, choice) for one in found.schedule if isinstance(one, Gather)
+    )
+    seconds = found.timeline.seconds + unpacking + optimizer.total
     tokens = dry.tokens * choice.microbatches
     computed = exchanged = 0.0
     last = dry.chain.segments[-1].name
@@ -350,4 +366,5 @@ def summarise(dry: DryRun, machine: Machine, choice: Choice, found: Plan, costs:
         computed / seconds / peak,
         exchanged,
         busy["gather"] + busy["reduce"],
+        unpacking,
     )

@@ -130,5 +130,5 @@ def _neighbours(best: tuple[int, Choice], runs: Mapping[int, DryRun], machine: M
 def _without(choice: Choice) -> list[Choice]:
     """The choice with one assumption less."""
     plain = Choice()
-    names = ("gather_dtype", "reduce_dtype", "exchange_hidden", "router_dtype")
+    names = ("reduce_dtype", "exchange_hidden", "router_dtype")
     return [choice._replace(**{name: getattr(plain, name)}) for name in names]

@@ -223,6 +223,8 @@ def report(name: str, dry: DryRun, machine: Machine, prediction: Prediction, bud
     lines += [f"{stream:<14} {seconds:.3g} s" for stream, seconds in busy.items()]
     if prediction.exposed_exchange:
         lines.append(f"  of compute   {prediction.exposed_exchange:.3g} s are tokens on their way to experts and back")
+    if prediction.unpacking:
+        lines.append(f"unpacking      {prediction.unpacking:.3g} s, in which messages of fp8 become numbers")
     bound = ", ".join(f"{part.what} {100 * part.seconds / timeline.seconds:.0f}%" for part in timeline.bound[:5])
     parts = ", ".join(f"{part} {seconds:.3g}" for part, seconds in prediction.optimizer._asdict().items())
     lines += [
@@ -303,6 +305,7 @@ def as_json(dry: DryRun, machine: Machine, prediction: Prediction, budgets: dict
         "streams": dict(timeline.busy),
         "bound": [part._asdict() for part in timeline.bound],
         "exposed_exchange": prediction.exposed_exchange,
+        "unpacking": prediction.unpacking,
         "optimizer": {**prediction.optimizer._asdict(), "total": prediction.optimizer.total},
         "step_seconds": prediction.seconds,
         "tokens": prediction.tokens,
