@@ -40,7 +40,7 @@ from .memory import (
 from .model import Batch, count_totals
 from .optim import GradientTransformation, apply_updates
 from .parallel import Layout, ShardedLayers, local_parts
-from .sharding import Sharding, make_sharding
+from .sharding import Sharding, as_gathered, make_sharding
 from .train_step import TrainState, microbatches
 
 _LINK_BYTES = 1 << 24
@@ -49,6 +49,10 @@ _LINK_BYTES = 1 << 24
 
 COUNTS = 6
 """How often the memory of segments that exchange tokens is counted, for the least."""
+
+
+_ROUNDED = "rounded parameters"
+"""Of one process, while it differentiates; see ``sharding.as_gathered``."""
 
 
 class StepPlan(NamedTuple):
@@ -90,6 +94,7 @@ def plan_step(
     accumulate: int = 1,
     expert_parts: Sequence[int] = (1,),
     copies: Copies | None = None,
+    gather_dtype: torch.dtype | None = None,
     gather: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> StepPlan:
     """The fastest schedule of a step whose memory fits, with the first of ``expert_parts`` for which there is one.
@@ -113,6 +118,7 @@ def plan_step(
       expert_parts: as the step takes it; the later ones are for when nothing fits, because every part is rounded and
         added by itself: a choice by measured time would not be the same in another run.
       copies: how values get to further tiers; by default within the host's memory.
+      gather_dtype: as the step has it.
       gather: the values of all ranks from this rank's; needed with a layout, because all run one schedule.
 
     Raises:
@@ -122,7 +128,9 @@ def plan_step(
     refused = []
     for parts in expert_parts:
         try:
-            return _plan_step(config, optimizer, state, batch, budgets, layout, accumulate, parts, copies, gather)
+            return _plan_step(
+                config, optimizer, state, batch, budgets, layout, accumulate, parts, copies, gather_dtype, gather
+            )
         except PlanError as error:
             refused.append(error)
     raise min(refused, key=lambda error: error.missing)
@@ -138,15 +146,18 @@ def _plan_step(
     accumulate: int,
     expert_parts: int,
     copies: Copies | None,
+    gather_dtype: torch.dtype | None,
     gather: Callable[[Any], list[Any]],
 ) -> StepPlan:
-    sharding = None if layout is None else make_sharding(config, layout, None, torch.float32)
+    sharding = None if layout is None else make_sharding(config, layout, gather_dtype, torch.float32)
     expert_parallel = None if sharding is None else sharding.expert_parallel
     chain = make_chain(config, "fused", expert_parallel, expert_parts)
     here = local_parts(state)
     part = Microbatch(microbatches(batch, accumulate)[0], here.balance, count_totals(batch))
     layers: Mapping[str, Any] = by_layer(here.params)
-    parameters = layers if sharding is None else GatheredLayers(sharding.layers.store(layers))
+    # One process computes with a copy where its parameters are rounded.
+    rounded = here.params if sharding is not None else as_gathered(here.params, config, gather_dtype)
+    parameters = by_layer(rounded) if sharding is None else GatheredLayers(sharding.layers.store(layers))
 
     # gloo's threads hold what an exchange of tokens sent for a moment after it is done: in every fifth count or so.
     counts = [profile_here(chain, parameters, part) for _ in range(1 if expert_parallel is None else COUNTS)]
@@ -155,6 +166,7 @@ def _plan_step(
     )
     resident = {
         "parameters": _bytes(here.params),
+        _ROUNDED: _bytes((here.params, rounded)) - _bytes(here.params),
         "optimizer state": _bytes(here.opt_state),
         "batch": _bytes((dict(batch), here.balance)),
     }
@@ -177,14 +189,15 @@ def _plan_step(
         out, back = gather(_links(HostCopies() if copies is None else copies, part.balance.device))[0]
         write, read = dict.fromkeys(further, out), dict.fromkeys(further, back)
     costs = Costs(found.seconds, found.gather, found.reduce, write, read)
-    update = sum(found.sizes.resident[HBM].values()) + found.gradient + found.update
+    standing = {name: size for name, size in found.sizes.resident[HBM].items() if name != _ROUNDED}
+    update = sum(standing.values()) + found.gradient + found.update
     planned, refused = _within(budgets, found, costs, chain, accumulate, sharding)
     if planned is not None and update <= budgets.get(HBM, update):
         slabs = {tier: report.peak for tier, report in planned.timeline.reports.items() if tier != HBM}
         return StepPlan(planned, slabs, update, expert_parts)
     if refused is not None and budgets[HBM] + refused.missing >= update:
         raise refused
-    listed = ", ".join(f"{name}: {size:,}" for name, size in found.sizes.resident[HBM].items())
+    listed = ", ".join(f"{name}: {size:,}" for name, size in standing.items())
     raise PlanError(
         f"no schedule fits {budgets[HBM]:,} bytes of {HBM}: the smallest budget that works is {update:,}, reached in "
         f"the optimizer's update by {listed}, gradient: {found.gradient:,}, new state and working memory: "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,15 +31,22 @@ from .parallel._layout import local_slices
 from .parallel._mesh import axis_sizes
 from .parallel._muon_plan import PlacedLeaf, make_plan, newton_schulz_flops
 from .parameters import Leaf, declare, matrix_axes
-from .sharding import make_sharding, model_layout
+from .sharding import GATHER_DTYPES, GatherDtype, make_sharding, model_layout
 
 
 class Message(NamedTuple):
     """Leaves of one layer that are brought together along the same axes."""
 
-    narrow: int  # elements that travel in the gather dtype
-    exact: int  # elements that travel in fp32
+    elements: int
+    gathered: Mapping[GatherDtype, int]  # bytes, by the dtype of matrices; scales are among them
     axes: tuple[str, ...]
+
+
+class Gathered(NamedTuple):
+    """What layers take where they are brought together, by layer, in bytes."""
+
+    buffers: Mapping[str, int]  # the parameters as they are computed with
+    staging: Mapping[str, int]  # beside them, while they travel: see ``ShardedLayers.layer_bytes``
 
 
 class OptimizerWork(NamedTuple):
@@ -64,7 +71,7 @@ class DryRun(NamedTuple):
     profiles: Mapping[str, Any]  # memory.SegmentProfile, by segment
     operators: Mapping[str, SegmentOperators]  # by segment
     messages: Mapping[str, tuple[Message, ...]]  # by layer
-    buffers: Mapping[str, int]  # bytes of each layer's gathered parameters
+    gathers: Mapping[GatherDtype, Gathered]  # by the dtype in which matrices travel
     packed: Mapping[str, int]  # bytes of the messages in which each layer's small leaves travel together
     shards: Mapping[str, int]  # elements of this rank's part of each layer
     optimizer: OptimizerWork
@@ -74,15 +81,18 @@ class DryRun(NamedTuple):
         """Of the whole world."""
         return math.prod(self.mesh.values())
 
-    def sizes(self, reduce_itemsize: int, resident: Mapping[str, Mapping[str, int]]) -> Sizes:
+    def sizes(
+        self, gather_dtype: GatherDtype, reduce_itemsize: int, resident: Mapping[str, Mapping[str, int]]
+    ) -> Sizes:
         """Bytes of everything that a schedule moves.
 
         Args:
+          gather_dtype: in which matrices travel.
           reduce_itemsize: of the dtype in which gradients are summed.
           resident: what is there all the time, by tier and name.
         """
         names = [segment.name for segment in self.chain.segments]
-        widths = {layer: sum(m.narrow + m.exact for m in some) for layer, some in self.messages.items()}
+        widths = {layer: sum(m.elements for m in some) for layer, some in self.messages.items()}
         # A gradient in another dtype than the message's is copied to it.
         copies = {
             layer: width * reduce_itemsize if reduce_itemsize != self.config.dtype.itemsize else self.packed[layer]
@@ -91,7 +101,7 @@ class DryRun(NamedTuple):
         return Sizes(
             dict(self.profiles),
             dict(zip(names, [None, *names[:-1]], strict=True)),
-            dict(self.buffers),
+            dict(self.gathers[gather_dtype].buffers),
             {layer: size * reduce_itemsize for layer, size in self.shards.items()},
             copies,
             resident,
@@ -132,6 +142,10 @@ def dry_run(config: MoEConfig, fsdp: int, ep: int, seq_len: int, rows: int = 1, 
             profiles = profile_chain(chain, parameters, batch)
             operators = list_operators(chain, parameters, batch)
 
+        # How layers would travel in each dtype; what they are computed with here is the compute dtype.
+        ways = {
+            name: make_sharding(config, layout, dtype, torch.float32).layers for name, dtype in GATHER_DTYPES.items()
+        }
         work = _optimizer_work(config, layout, _state_bytes(config, layout))
         planned = sharding.layers.plans
         return DryRun(
@@ -143,8 +157,8 @@ def dry_run(config: MoEConfig, fsdp: int, ep: int, seq_len: int, rows: int = 1, 
             chain,
             profiles,
             operators,
-            {name: _messages(plan, sharding.layers.dtypes(name), config.dtype) for name, plan in planned.items()},
-            sharding.layers.sizes,
+            {name: _messages(name, ways) for name in planned},
+            {name: _gathered_bytes(way) for name, way in ways.items()},
             {name: _packed_bytes(plan) for name, plan in planned.items()},
             {name: sum(math.prod(leaf.part.shape) for leaf in plan.leaves) for name, plan in planned.items()},
             work,
@@ -176,13 +190,21 @@ def _gathered(layers: ShardedLayers, layout: Layout) -> dict[str, Any]:
     return found
 
 
-def _messages(plan: Any, dtypes: Sequence[torch.dtype], narrow: torch.dtype) -> tuple[Message, ...]:
-    found: dict[tuple[str, ...], list[int]] = {}
-    for leaf, dtype in zip(plan.leaves, dtypes, strict=True):
+def _messages(layer: str, ways: Mapping[GatherDtype, ShardedLayers]) -> tuple[Message, ...]:
+    elements: dict[tuple[str, ...], int] = {}
+    for leaf in ways["float32"].plans[layer].leaves:
         if leaf.gathered:
-            counts = found.setdefault(leaf.gathered, [0, 0])
-            counts[dtype != narrow] += math.prod(leaf.shape)
-    return tuple(Message(counts[0], counts[1], axes) for axes, counts in found.items())
+            elements[leaf.gathered] = elements.get(leaf.gathered, 0) + math.prod(leaf.shape)
+    sent = {dtype: way.messages(layer) for dtype, way in ways.items()}
+    return tuple(
+        Message(count, {dtype: of_axes[axes] for dtype, of_axes in sent.items()}, axes)
+        for axes, count in elements.items()
+    )
+
+
+def _gathered_bytes(layers: ShardedLayers) -> Gathered:
+    buffers = layers.sizes
+    return Gathered(buffers, {name: layers.layer_bytes(name).gathered - size for name, size in buffers.items()})
 
 
 def _packed_bytes(plan: Any) -> int:

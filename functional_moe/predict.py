@@ -10,7 +10,7 @@ tokens run where the code runs them: in the middle of computing, or beside it wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from .dry_run import DryRun, Message
@@ -22,6 +22,7 @@ from .memory import (
     Backward,
     Costs,
     Forward,
+    Gather,
     Gathers,
     Link,
     Operator,
@@ -32,8 +33,9 @@ from .memory import (
     Sizes,
     plan,
 )
+from .sharding import GatherDtype
 
-WireDtype: TypeAlias = Literal["float32", "bfloat16", "float8"]
+ReduceDtype: TypeAlias = Literal["float32", "bfloat16", "float8"]
 ITEMSIZE: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float8": 1}
 
 
@@ -42,8 +44,8 @@ class Choice(NamedTuple):
 
     microbatches: int = 1
     order: Order = "depth_first"
-    gather_dtype: WireDtype = "bfloat16"
-    reduce_dtype: WireDtype = "bfloat16"
+    gather_dtype: GatherDtype = "bfloat16"  # of matrices
+    reduce_dtype: ReduceDtype = "bfloat16"
     prefetch: int = 1
     settle: int = 4
     optimizer_on: Literal["device", "host"] = "device"
@@ -79,6 +81,7 @@ class Prediction(NamedTuple):
     hardware_utilisation: float  # of the peak: what was computed
     exposed_exchange: float  # seconds of computing that are exchanges of tokens
     network: float  # seconds in which the link to other nodes has gathers and reductions
+    unpacking: float  # seconds of the step in which messages of fp8 become numbers; nothing else is done meanwhile
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -86,18 +89,17 @@ class Prediction(NamedTuple):
         return {tier: report.peak for tier, report in self.plan.timeline.reports.items()}
 
 
-def message_seconds(message: Message, mesh: Mapping[str, int], machine: Machine, narrow: int, exact: int = 4) -> float:
+def message_seconds(size: int, axes: tuple[str, ...], mesh: Mapping[str, int], machine: Machine) -> float:
     """Seconds in which a message over ranks is gathered, or reduced and scattered.
 
     Args:
-      message: the leaves.
+      size: bytes of all ranks' parts together.
+      axes: along which the ranks stand.
       mesh: sizes of the axes, outermost first.
       machine: where.
-      narrow, exact: bytes of an element.
     """
-    size = message.narrow * narrow + message.exact * exact
-    ranks = math.prod(mesh[axis] for axis in message.axes)
-    near = ranks_of_node(message.axes, mesh, machine)
+    ranks = math.prod(mesh[axis] for axis in axes)
+    near = ranks_of_node(axes, mesh, machine)
     # What comes from other nodes comes once to the node, a part to each device, and goes round within it.
     over_network = size * (1 - near / ranks) / near / machine.network.sustained
     within = size * (1 - 1 / near) / (max(1, near - 1) * machine.node.sustained)
@@ -137,6 +139,18 @@ def operator_seconds(operator: Operator, dry: DryRun, machine: Machine, choice: 
     rate = machine.rate(choice.router_dtype if dtype == "float32" else dtype)
     arithmetic = operator.flops / rate.sustained
     return arithmetic if step_rate.whole_steps else max(arithmetic, moving)
+
+
+def unpacking_seconds(layer: str, dry: DryRun, machine: Machine, choice: Choice) -> float:
+    """Seconds in which a layer's message in fp8 becomes numbers: it is read, and they are written.
+
+    A piece of 8 MB is scaled where it lies, while it is in the device's cache. Counted by itself, because no rate that
+    was measured over whole steps has it in it.
+    """
+    if choice.gather_dtype != "float8":
+        return 0.0
+    message = sum(one.gathered["float8"] for one in dry.messages[layer])
+    return (message + dry.gathers["float8"].buffers[layer]) / machine.tiers[HBM].bandwidth
 
 
 class RunSeconds(NamedTuple):
@@ -191,17 +205,16 @@ def step_costs(dry: DryRun, machine: Machine, choice: Choice) -> Costs:
             )
         segments[segment.name] = kinds[segment.kind]
 
-    def travel(layer: str, narrow: int, exact: int) -> float:
-        return sum(message_seconds(one, dry.mesh, machine, narrow, exact) for one in dry.messages[layer])
+    def travel(layer: str, size: Callable[[Message], int]) -> float:
+        return sum(message_seconds(size(one), one.axes, dry.mesh, machine) for one in dry.messages[layer])
 
-    reduced = ITEMSIZE[choice.reduce_dtype]
     crossing = machine.network.sustained if dry.ranks > machine.devices_per_node else 0.0
     tiers = {name: tier for name, tier in machine.tiers.items() if name != HBM}
     taken = {name: crossing if machine.network.crosses == name else 0.0 for name in tiers}
     return Costs(
         segments,
-        {layer: travel(layer, ITEMSIZE[choice.gather_dtype], 4) for layer in dry.messages},
-        {layer: travel(layer, reduced, reduced) for layer in dry.messages},
+        {layer: travel(layer, lambda one: one.gathered[choice.gather_dtype]) for layer in dry.messages},
+        {layer: travel(layer, lambda one: one.elements * ITEMSIZE[choice.reduce_dtype]) for layer in dry.messages},
         {name: Link(tier.write - taken[name]) for name, tier in tiers.items()},
         {name: Link(tier.read - taken[name]) for name, tier in tiers.items()},
         one_link=True,
@@ -211,11 +224,12 @@ def step_costs(dry: DryRun, machine: Machine, choice: Choice) -> Costs:
 def step_sizes(dry: DryRun, choice: Choice) -> Sizes:
     """Bytes of every value, and of what is there all the time."""
     work = dry.optimizer
-    # A layer's small leaves travel in one message, which is there beside the buffer for a moment.
-    staging = max((size for layer, size in dry.packed.items() if layer.startswith("layers.")), default=0)
-    resident = {HBM: {"shards of parameters": 4 * work.parameters, "packed messages": staging}}
+    # What a layer sends, and messages that are taken apart, are there beside the buffer for a moment.
+    staged = dry.gathers[choice.gather_dtype].staging
+    staging = max((size for layer, size in staged.items() if layer.startswith("layers.")), default=0)
+    resident = {HBM: {"shards of parameters": 4 * work.parameters, "messages": staging}}
     resident.setdefault(choice.state_in, {})["optimizer state"] = work.state
-    return dry.sizes(ITEMSIZE[choice.reduce_dtype], resident)
+    return dry.sizes(choice.gather_dtype, ITEMSIZE[choice.reduce_dtype], resident)
 
 
 def optimizer_seconds(dry: DryRun, machine: Machine, choice: Choice) -> OptimizerSeconds:
@@ -289,8 +303,8 @@ def gathers_of(dry: DryRun, choice: Choice) -> Gathers | None:
     """How layers travel; ``None`` on one rank. Smaller layers use the buffers of the largest."""
     if dry.ranks == 1:
         return None
-    largest = max(dry.buffers.values())
-    return Gathers(dict.fromkeys(dry.buffers, largest), choice.prefetch, settle=choice.settle)
+    buffers = dry.gathers[choice.gather_dtype].buffers
+    return Gathers(dict.fromkeys(buffers, max(buffers.values())), choice.prefetch, settle=choice.settle)
 
 
 def candidates(dry: DryRun) -> dict[str, list[Recipe]]:
@@ -322,7 +336,10 @@ def candidates(dry: DryRun) -> dict[str, list[Recipe]]:
 def summarise(dry: DryRun, machine: Machine, choice: Choice, found: Plan, costs: Costs) -> Prediction:
     """What a plan means in tokens per second."""
     optimizer = optimizer_seconds(dry, machine, choice)
-    seconds = found.timeline.seconds + optimizer.total
+    unpacking = sum(
+        unpacking_seconds(one.layer, dry, machine, choice) for one in found.schedule if isinstance(one, Gather)
+    )
+    seconds = found.timeline.seconds + unpacking + optimizer.total
     tokens = dry.tokens * choice.microbatches
     computed = exchanged = 0.0
     last = dry.chain.segments[-1].name
@@ -354,4 +371,5 @@ def summarise(dry: DryRun, machine: Machine, choice: Choice, found: Plan, costs:
         computed / seconds / peak,
         exchanged,
         busy["gather"] + busy["reduce"],
+        unpacking,
     )

@@ -38,7 +38,6 @@ class Searched(NamedTuple):
 
 
 _ASSUMPTIONS: Mapping[str, Callable[[Choice], str]] = {
-    "gather": lambda c: "parameters gathered in fp8, with a scale for each block" if c.gather_dtype == "float8" else "",
     "reduce": lambda c: "gradients summed in fp8" if c.reduce_dtype == "float8" else "",
     "router": lambda c: "the router's fp32 products on tensor cores (TF32)" if c.router_dtype == "tfloat32" else "",
 }
@@ -140,5 +139,5 @@ def _neighbours(best: tuple[Shape, Choice], shapes: Sequence[Shape], machine: Ma
 def _without(choice: Choice) -> list[Choice]:
     """The choice with one assumption less."""
     plain = Choice()
-    names = ("gather_dtype", "reduce_dtype", "router_dtype")
+    names = ("reduce_dtype", "router_dtype")
     return [choice._replace(**{name: getattr(plain, name)}) for name in names]

@@ -14,14 +14,14 @@ from .chain import Microbatch, by_layer, collect_metrics, from_layers, loss_fn, 
 from .config import MoEConfig
 from .gradient import value_and_grad
 from .kernels import Kernels, check_kernels, inside_transform
-from .memory import Copies, Gathers, ResidentStore, Schedule, execute, make_schedule, verify
+from .memory import Copies, Gathers, ResidentStore, Schedule, Store, execute, make_schedule, verify
 from .model import Batch, Metrics, Totals, check_batch, count_totals, init_balance
 from .optim import GradientTransformation, apply_updates, global_norm, learning_rates
 from .parallel import Layout, all_reduce, axis_group, from_local_parts, local_parts
 from .parallel import global_norm as sharded_norm
 from .parameters import Params
 from .routing import update_balance
-from .sharding import Sharding, make_sharding
+from .sharding import Sharding, as_gathered, check_gather_dtype, make_sharding
 from .tree import named_leaves
 
 
@@ -119,16 +119,18 @@ def make_train_step(
         rows take and lets one part travel between ranks while another is computed; see ``experts.routed_experts``.
       kernels: ``"reference"`` when the step itself is transformed (``vmap`` over learning rates, say).
       gather_dtype: in which matrices are gathered; by default the compute dtype of ``config``. Routers, norms and
-        biases are gathered in float32.
+        biases are gathered in float32. In ``torch.float8_e4m3fn`` they travel with a scale for each block, see
+        ``make_sharding``; the gradient is that of the rounded matrices, and updates the fp32 ones. One process rounds
+        as ranks do, so that any mesh equals it.
       reduce_dtype: in which gradients are summed over ranks.
 
     Returns:
       ``step(state, batch) -> (state, metrics)``; it changes neither argument.
 
     Raises:
-      ValueError: for ``accumulate`` or ``expert_parts`` below 1, unknown kernels, or a layout or schedule with the
-        reference kernels here; for a batch of other keys, shapes or dtypes, or of rows that ``accumulate`` does not
-        divide, from the step.
+      ValueError: for ``accumulate`` or ``expert_parts`` below 1, unknown kernels, a dtype in which nothing travels, or
+        a layout, schedule or gather dtype with the reference kernels, here; for a batch of other keys, shapes or
+        dtypes, or of rows that ``accumulate`` does not divide, from the step.
       ScheduleError: for a schedule that does not compute the gradient of this model.
       NotImplementedError: from the step, inside a transform with ``kernels="fused"``.
     """
@@ -137,16 +139,18 @@ def make_train_step(
     if not isinstance(expert_parts, int) or isinstance(expert_parts, bool) or expert_parts < 1:
         raise ValueError(f"expert_parts = {expert_parts!r}: must be an integer of at least 1")
     check_kernels(kernels)
+    check_gather_dtype(gather_dtype)
     if kernels == "reference":
-        if layout is not None or schedule is not None:
+        if layout is not None or schedule is not None or gather_dtype is not None:
             raise ValueError(
-                "kernels = 'reference' is for one process and no schedule: transforms have rules for those"
+                "kernels = 'reference' is for one process, no schedule and no gather_dtype: transforms have rules for "
+                "those"
             )
         differentiate = _plainly(config)
         ranks = _ONE_PROCESS
     else:
         sharding = None if layout is None else make_sharding(config, layout, gather_dtype, reduce_dtype)
-        differentiate = _by_schedule(config, sharding, schedule, accumulate, expert_parts, slabs, copies)
+        differentiate = _by_schedule(config, sharding, schedule, accumulate, expert_parts, slabs, copies, gather_dtype)
         ranks = _ONE_PROCESS_FUSED if layout is None else _ranks_of(layout)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
@@ -220,6 +224,7 @@ def _by_schedule(
     expert_parts: int,
     slabs: Mapping[str, int] | None,
     copies: Copies | None,
+    gather_dtype: torch.dtype | None,
 ) -> _Differentiate:
     """By running a schedule."""
     chain = make_chain(config, "fused", None if sharding is None else sharding.expert_parallel, expert_parts)
@@ -233,8 +238,10 @@ def _by_schedule(
         sharding.layers.reserve(schedule)
 
     def differentiate(params: Params, parts: list[Microbatch]) -> _Sums:
-        layers = by_layer(params)
-        store = ResidentStore(layers) if sharding is None else sharding.layers.store(layers)
+        if sharding is None:
+            store: Store = ResidentStore(by_layer(as_gathered(params, config, gather_dtype)))
+        else:
+            store = sharding.layers.store(by_layer(params))
         done = execute(schedule, chain, store, parts, slabs=slabs, copies=copies)
         metrics = [collect_metrics(of_part, parts[0].totals, parts[0].balance) for of_part in done.metrics]
         summed = functools.reduce(lambda total, part: pytree.tree_map(torch.add, total, part), metrics)

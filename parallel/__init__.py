@@ -33,6 +33,7 @@ from ._expert import expert_parallel as expert_parallel
 from ._expert import experts_of_rank as experts_of_rank
 from ._expert import plan_exchange as plan_exchange
 from ._expert import plan_exchanges as plan_exchanges
+from ._fp8 import round_to_fp8 as round_to_fp8
 from ._fsdp import ShardedLayers as ShardedLayers
 from ._fsdp import ShardedStore as ShardedStore
 from ._layout import Layout as Layout

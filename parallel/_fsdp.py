@@ -4,6 +4,10 @@ What a layer sends, per rank and gather, with ``n`` ranks along the axes that sp
 ``(n - 1) / n * p`` elements of the gather dtype; a reduction, as much of the reduce dtype. Uneven parts are padded to
 the largest. A leaf that several ranks hold whole is not gathered; its gradient is summed over them, which sends
 ``2 (n - 1) / n * p``.
+
+A leaf may travel in fp8, a byte for each element and one for each of the blocks that :mod:`._fp8` describes; it is
+computed with in its own dtype. Every rank computes with what was sent, the owner of a part too, and a leaf that is
+whole already is rounded likewise. Its gradient is that of the rounded values, and goes to the shards as it is.
 """
 
 from __future__ import annotations
@@ -22,10 +26,12 @@ from torch.utils import _pytree as pytree
 
 from functional_moe.memory import Gather, Schedule, add_leaves, leaf_paths
 
+from . import _fp8
 from ._collective_functions import Call, all_gather_single, reduce_scatter_single
 from ._layout import Layout
 from ._mesh import axis_group, axis_sizes
-from ._packing import LayerPlan, LeafPlan, Packed, leaf_offsets, plan_layer, plan_leaf
+from ._packing import LayerPlan, Packed, Wire, leaf_offsets, plan_layer, plan_leaf
+from ._placements import Placements
 from ._tree import Tree, map_leaves, zip_leaves
 
 
@@ -34,9 +40,18 @@ class _Layer(NamedTuple):
 
     plan: LayerPlan
     paths: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]  # in which each leaf is gathered and computed with
+    wires: tuple[Wire, ...]  # in what each leaf travels, and is computed with
     offsets: tuple[int, ...]  # of each leaf in a buffer, in bytes
     size: int  # bytes of a buffer
+
+
+class _Declared(NamedTuple):
+    """What is given of a leaf; leaves of which it is the same travel alike."""
+
+    shape: torch.Size
+    placements: Placements
+    kept: frozenset[str]
+    wire: Wire
 
 
 class LayerBytes(NamedTuple):
@@ -56,6 +71,7 @@ class ShardedLayers:
         *,
         kept: Mapping[str, Tree] | None = None,
         gather_dtypes: Mapping[str, Tree] | None = None,
+        fp8_dims: Mapping[str, Tree] | None = None,
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Plans every layer's messages; nothing is communicated.
@@ -65,6 +81,9 @@ class ShardedLayers:
           kept: for each leaf a ``frozenset`` of the mesh axes along which it stays split (``expert_axes``); by default
             none.
           gather_dtypes: in which each leaf travels and is computed with; by default float32.
+          fp8_dims: for each leaf None, or the dimension along which its blocks of fp8 run: then it travels in fp8, and
+            the gather dtype is what it is computed with. How a leaf is rounded depends on the mesh only where that
+            dimension is split, other than at multiples of ``_fp8.BLOCK``.
           reduce_dtype: in which gradients are summed over ranks.
 
         Raises:
@@ -74,36 +93,28 @@ class ShardedLayers:
             raise ValueError("no layers to shard")
         self.mesh: DeviceMesh = next(iter(layouts.values())).mesh
         self.reduce_dtype = reduce_dtype
-        # Layers are alike: how a leaf travels is found once for all leaves of a kind.
-        find = functools.cache(
+        # Layers are alike: how leaves travel is found once for all layers of a kind.
+        of_leaf = functools.cache(
             functools.partial(
                 plan_leaf, sizes=axis_sizes(self.mesh), coordinate=tuple(self.mesh.get_coordinate() or ())
             )
         )
-        self._layers = {
-            name: self._plan(layout, (kept or {}).get(name), (gather_dtypes or {}).get(name), find)
-            for name, layout in layouts.items()
-        }
-        self._buffers: dict[int, Tensor] = {}
 
-    def _plan(
-        self, layout: Layout, kept: Tree | None, dtypes: Tree | None, plan_leaf: Callable[..., LeafPlan]
-    ) -> _Layer:
-        none = map_leaves(lambda path, shape: frozenset(), layout.shapes, "the layout's shapes")
-        single = map_leaves(lambda path, shape: torch.float32, layout.shapes, "the layout's shapes")
-        leaves, leaf_dtypes = [], []
-        for _, (shape, placements, axes, dtype) in zip_leaves(
-            layout.shapes,
-            "the layout's shapes",
-            ("the placements", layout.placements),
-            ("the kept axes", none if kept is None else kept),
-            ("the gather dtypes", single if dtypes is None else dtypes),
-        ):
-            leaves.append(plan_leaf(shape, placements, kept=axes))
-            leaf_dtypes.append(dtype)
-        plan = plan_layer(leaves, leaf_dtypes)
-        offsets, size = leaf_offsets(plan, [dtype.itemsize for dtype in leaf_dtypes])
-        return _Layer(plan, tuple(leaf_paths(none)), tuple(leaf_dtypes), offsets, size)
+        @functools.cache
+        def of_leaves(leaves: tuple[_Declared, ...]) -> LayerPlan:
+            return plan_layer(
+                [of_leaf(leaf.shape, leaf.placements, kept=leaf.kept) for leaf in leaves],
+                [leaf.wire for leaf in leaves],
+            )
+
+        self._layers: dict[str, _Layer] = {}
+        for name, layout in layouts.items():
+            trees = ((given or {}).get(name) for given in (kept, gather_dtypes, fp8_dims))
+            declared = _declared(layout, *trees)
+            plan, wires = of_leaves(tuple(declared.values())), tuple(leaf.wire for leaf in declared.values())
+            offsets, size = leaf_offsets(plan, [wire.dtype.itemsize for wire in wires])
+            self._layers[name] = _Layer(plan, tuple(declared), wires, offsets, size)
+        self._buffers: dict[int, Tensor] = {}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -114,26 +125,31 @@ class ShardedLayers:
         """What the layer ``name`` takes on this rank. Shards are taken to be float32."""
         known = self._layers[name]
         plan, width = known.plan, self.reduce_dtype.itemsize
-        gathered, reduction = known.size, 0
+        gathered, reduction, rounding = known.size, 0, 0
 
         def received(sent: int, ranks: int) -> int:
             return sent if self.mesh.device_type == "cpu" else sent // ranks  # see _reduce_start
 
-        for index, (leaf, dtype) in enumerate(zip(plan.leaves, known.dtypes, strict=True)):
-            numel = math.prod(leaf.shape)
+        for index, (leaf, wire) in enumerate(zip(plan.leaves, known.wires, strict=True)):
+            numel, dtype, part = math.prod(leaf.shape), wire.dtype, leaf.part.shape
+            if wire.fp8_dim is not None:
+                whole = 0 if leaf.gathered else wire.numel(part)
+                rounding = max(rounding, _fp8.working_bytes(part) + whole)
             if not leaf.gathered:
-                gathered += 2 * numel * dtype.itemsize * (dtype != torch.float32)
+                gathered += numel * dtype.itemsize * (dtype != torch.float32 or wire.fp8_dim is not None)
             elif index in plan.alone:
-                gathered += math.prod(leaf.part.shape) * dtype.itemsize * (dtype != torch.float32)
+                gathered += wire.numel(part) * wire.travels.itemsize * (wire.travels != torch.float32)
                 reduction += received(numel * width, len(leaf.parts))
             reduction += numel * width * (dtype != self.reduce_dtype and index in plan.alone)
         for (_, dtype), packed in plan.packed.items():
             ranks = len(plan.leaves[packed.leaves[0]].parts)
-            gathered += (ranks + 1) * packed.size * dtype.itemsize
+            gathered += (ranks + 1) * packed.sent_size * dtype.itemsize
             reduction += ranks * packed.size * width + received(ranks * packed.size * width, ranks)
         for members in plan.summed.values():
             reduction += sum(math.prod(plan.leaves[index].part.shape) for index in members) * width
-        return LayerBytes(gathered, sum(math.prod(leaf.part.shape) for leaf in plan.leaves) * width, reduction)
+        return LayerBytes(
+            gathered + rounding, sum(math.prod(leaf.part.shape) for leaf in plan.leaves) * width, reduction
+        )
 
     @property
     def plans(self) -> dict[str, LayerPlan]:
@@ -141,8 +157,17 @@ class ShardedLayers:
         return {name: layer.plan for name, layer in self._layers.items()}
 
     def dtypes(self, layer: str) -> tuple[torch.dtype, ...]:
-        """In which the leaves of ``layer`` travel and are computed with."""
-        return self._layers[layer].dtypes
+        """In which the leaves of ``layer`` are computed with."""
+        return tuple(wire.dtype for wire in self._layers[layer].wires)
+
+    def messages(self, layer: str) -> dict[tuple[str, ...], int]:
+        """Bytes of the gathered leaves of ``layer`` as they travel, all parts together, by the axes of their gather."""
+        known, found = self._layers[layer], dict[tuple[str, ...], int]()
+        for leaf, wire in zip(known.plan.leaves, known.wires, strict=True):
+            if leaf.gathered:
+                size = wire.travels.itemsize * sum(wire.numel(part.shape) for part in leaf.parts)
+                found[leaf.gathered] = found.get(leaf.gathered, 0) + size
+        return found
 
     def store(self, shards: Mapping[str, Tree]) -> ShardedStore:
         """A store for one step.
@@ -201,40 +226,72 @@ class ShardedStore:
         """Begins to bring the layer's leaves together in ``buffer``."""
         known, shards = self._layers._layers[layer], self._shards[layer]
         memory = self._layers.buffer(buffer, known.size)
-        # What is written has a version of its own. Graphs that are kept refer to the leaves, and trust that what they
-        # saved comes back the same; the backend writes at any time, from its own threads.
-        leaves, written = _leaves(known, memory, shards), _leaves(known, memory.data, shards)
-        finish: list[Callable[[], None]] = []
         with torch.no_grad():
-            for index in known.plan.alone:
-                shard = shards[index].to(known.dtypes[index]).contiguous()
-                group = self._layers.group(known.plan.leaves[index].gathered)
-                finish.append(_gather_start(written[index].view(-1), shard.view(-1), group))
+            gathered = _in_buffer(known, memory)
+            leaves = [
+                gathered[index] if index in gathered else _whole(shard, wire)
+                for index, (shard, wire) in enumerate(zip(shards, known.wires, strict=True))
+            ]
+            # What is written has a version of its own. Graphs that are kept refer to the leaves, and trust that what
+            # they saved comes back the same; the backend writes at any time, from its own threads.
+            written = _in_buffer(known, memory.data)
+            finish = [
+                self._gather_alone(known, index, shards[index], memory.data, written) for index in known.plan.alone
+            ]
             for (axes, dtype), packed in known.plan.packed.items():
                 finish.append(self._gather_packed(known, packed, shards, written, axes, dtype))
         self._here[layer] = _Gathered(leaves, finish)
+
+    def _gather_alone(
+        self, known: _Layer, index: int, shard: Tensor, memory: Tensor, written: Mapping[int, Tensor]
+    ) -> Callable[[], None]:
+        plan, wire, leaf = known.plan.leaves[index], known.wires[index], written[index]
+        group = self._layers.group(plan.gathered)
+        if wire.fp8_dim is None:
+            return _gather_start(leaf.view(-1), shard.to(wire.dtype).contiguous().view(-1), group)
+        own = torch.empty(wire.numel(plan.part.shape), dtype=torch.uint8, device=shard.device)
+        wire.write(own, shard)
+        # Messages arrive at the end of the leaf's own room, and are read from the first to the last: what is written
+        # reaches no message that is still to come, because a message has no more bytes than its part.
+        end = known.offsets[index] + leaf.nbytes
+        everyone = memory[end - len(plan.parts) * own.numel() : end].view(len(plan.parts), -1)
+        wait = _gather_start(everyone.view(-1), own, group)
+
+        def finish() -> None:
+            wait()
+            for message, part in zip(everyone, plan.parts, strict=True):
+                out = leaf[part.at]
+                if out.data_ptr() + out.nbytes > message.data_ptr():
+                    message = own.copy_(message)  # it would be overwritten while it is read
+                wire.read(message, out)
+
+        return finish
 
     def _gather_packed(
         self,
         known: _Layer,
         packed: Packed,
         shards: Sequence[Tensor],
-        written: Sequence[Tensor],
+        written: Mapping[int, Tensor],
         axes: tuple[str, ...],
         dtype: torch.dtype,
     ) -> Callable[[], None]:
         group = self._layers.group(axes)
-        own = torch.empty(packed.size, dtype=dtype, device=self._layers.mesh.device_type)
-        for index, offset in zip(packed.leaves, packed.offsets, strict=True):
-            _cut(own, offset, shards[index].shape).copy_(shards[index])
-        everyone = own.new_empty(dist.get_world_size(group), packed.size)
+        # Backends do not know fp8: its bytes travel.
+        sent = torch.uint8 if dtype == _fp8.E4M3 else dtype
+        own = torch.empty(packed.sent_size, dtype=sent, device=self._layers.mesh.device_type)
+        for index, offset in zip(packed.leaves, packed.sent_offsets, strict=True):
+            wire, shard = known.wires[index], shards[index]
+            wire.write(own[offset : offset + wire.numel(shard.shape)], shard)
+        everyone = own.new_empty(dist.get_world_size(group), packed.sent_size)
         wait = _gather_start(everyone.view(-1), own, group)
 
         def finish() -> None:
             wait()
-            for index, offset in zip(packed.leaves, packed.offsets, strict=True):
+            for index, offset in zip(packed.leaves, packed.sent_offsets, strict=True):
+                wire = known.wires[index]
                 for share, part in zip(everyone, known.plan.leaves[index].parts, strict=True):
-                    written[index][part.at].copy_(_cut(share, offset, part.shape))
+                    wire.read(share[offset : offset + wire.numel(part.shape)], written[index][part.at])
 
         return finish
 
@@ -286,7 +343,7 @@ class ShardedStore:
         if found is not None:
             return found
         plan = known.plan.leaves[index]
-        return torch.zeros(plan.shape, dtype=known.dtypes[index], device=self._layers.mesh.device_type)
+        return torch.zeros(plan.shape, dtype=known.wires[index].dtype, device=self._layers.mesh.device_type)
 
     def _reduce_packed(
         self, known: _Layer, packed: Packed, full: Sequence[Tensor], axes: tuple[str, ...]
@@ -322,15 +379,37 @@ class ShardedStore:
         return out
 
 
-def _leaves(known: _Layer, memory: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves as they lie in a buffer; those that are whole already, as they are."""
-    leaves = []
-    for plan, dtype, offset, shard in zip(known.plan.leaves, known.dtypes, known.offsets, shards, strict=True):
-        if plan.gathered:
-            leaves.append(memory[offset : offset + math.prod(plan.shape) * dtype.itemsize].view(dtype).view(plan.shape))
-        else:
-            leaves.append(shard.to(dtype))
-    return leaves
+def _declared(layout: Layout, kept: Tree | None, dtypes: Tree | None, fp8_dims: Tree | None) -> dict[str, _Declared]:
+    """The leaves of a layer by their paths."""
+    shapes, what = layout.shapes, "the layout's shapes"
+    none = map_leaves(lambda path, shape: frozenset(), shapes, what)
+    dtypes = map_leaves(lambda path, shape: torch.float32, shapes, what) if dtypes is None else dtypes
+    fp8_dims = map_leaves(lambda path, shape: None, shapes, what) if fp8_dims is None else fp8_dims
+    others = (
+        ("the placements", layout.placements),
+        ("the kept axes", none if kept is None else kept),
+        ("the gather dtypes", dtypes),
+        ("the dimensions of fp8", fp8_dims),
+    )
+    leaves = [
+        _Declared(shape, placements, axes, Wire(dtype, dim))
+        for _, (shape, placements, axes, dtype, dim) in zip_leaves(shapes, what, *others)
+    ]
+    return dict(zip(leaf_paths(none), leaves, strict=True))
+
+
+def _in_buffer(known: _Layer, memory: Tensor) -> dict[int, Tensor]:
+    """The leaves that are brought together, as they lie in a buffer."""
+    return {
+        index: memory[offset : offset + math.prod(plan.shape) * wire.dtype.itemsize].view(wire.dtype).view(plan.shape)
+        for index, (plan, wire, offset) in enumerate(zip(known.plan.leaves, known.wires, known.offsets, strict=True))
+        if plan.gathered
+    }
+
+
+def _whole(leaf: Tensor, wire: Wire) -> Tensor:
+    """A leaf that need not travel, as if it had."""
+    return leaf.to(wire.dtype) if wire.fp8_dim is None else _fp8.round_to_fp8(leaf, wire.fp8_dim, wire.dtype)
 
 
 def _cut(share: Tensor, offset: int, shape: Sequence[int]) -> Tensor:

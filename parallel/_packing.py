@@ -8,8 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
+from . import _fp8
 from ._layout import local_slices
 
 ALONE = 1 << 18
@@ -43,12 +45,44 @@ class LeafPlan(NamedTuple):
         return all(part.shape[1:] == self.shape[1:] and part.shape == self.parts[0].shape for part in self.parts)
 
 
+class Wire(NamedTuple):
+    """In what a leaf travels to where it is computed with."""
+
+    dtype: torch.dtype  # in which it is computed with
+    fp8_dim: int | None = None  # along which its blocks of fp8 run; None: it travels as it is computed with
+
+    @property
+    def travels(self) -> torch.dtype:
+        """The dtype of its message, when it is gathered."""
+        return self.dtype if self.fp8_dim is None else _fp8.E4M3
+
+    def numel(self, shape: Sequence[int]) -> int:
+        """Elements of ``travels`` in the message of a part: its own, and a scale for each block."""
+        return math.prod(shape) if self.fp8_dim is None else _fp8.message_bytes(shape, self.fp8_dim)
+
+    def write(self, message: Tensor, part: Tensor) -> None:
+        """Puts a part into a message [numel] of ``travels``, in fp8 of uint8."""
+        if self.fp8_dim is None:
+            message.view(part.shape).copy_(part)
+        else:
+            _fp8.write_message(message, part, self.fp8_dim)
+
+    def read(self, message: Tensor, out: Tensor) -> None:
+        """Writes the part that a message carries into ``out``, of the part's shape."""
+        if self.fp8_dim is None:
+            out.copy_(message.view(out.shape))
+        else:
+            _fp8.read_message(message, out, self.fp8_dim)
+
+
 class Packed(NamedTuple):
     """Leaves that share a message: each rank's parts one after the other."""
 
     leaves: tuple[int, ...]
     offsets: tuple[int, ...]  # of each leaf within a rank's share, in elements
     size: int  # of the largest rank's share, in elements: messages are equal
+    sent_offsets: tuple[int, ...]  # the same when they are gathered, in elements of what travels
+    sent_size: int
 
 
 class LayerPlan(NamedTuple):
@@ -56,7 +90,7 @@ class LayerPlan(NamedTuple):
 
     leaves: tuple[LeafPlan, ...]
     alone: tuple[int, ...]
-    packed: Mapping[tuple[tuple[str, ...], torch.dtype], Packed]  # by the axes and the dtype of their gather
+    packed: Mapping[tuple[tuple[str, ...], torch.dtype], Packed]  # by the axes of their gather and what travels
     summed: Mapping[tuple[str, ...], tuple[int, ...]]  # leaves whose gradient is summed over copies, by the axes
 
 
@@ -118,7 +152,7 @@ def plan_leaf(
     return LeafPlan(tuple(axes[index] for index in gathered), replicated, whole, tuple(parts), own)
 
 
-def plan_layer(leaves: Sequence[LeafPlan], dtypes: Sequence[torch.dtype]) -> LayerPlan:
+def plan_layer(leaves: Sequence[LeafPlan], wires: Sequence[Wire]) -> LayerPlan:
     """Large leaves whose parts are stacked go alone, the others together, one message per set of axes and dtype."""
     alone = tuple(
         index for index, leaf in enumerate(leaves) if leaf.gathered and leaf.stacked and math.prod(leaf.shape) >= ALONE
@@ -127,14 +161,19 @@ def plan_layer(leaves: Sequence[LeafPlan], dtypes: Sequence[torch.dtype]) -> Lay
     summed: dict[tuple[str, ...], list[int]] = {}
     for index, leaf in enumerate(leaves):
         if leaf.gathered and index not in alone:
-            together.setdefault((leaf.gathered, dtypes[index]), []).append(index)
+            together.setdefault((leaf.gathered, wires[index].travels), []).append(index)
         if leaf.replicated:
             summed.setdefault(leaf.replicated, []).append(index)
     packed = {}
     for key, members in together.items():
         room = [max(math.prod(part.shape) for part in leaves[index].parts) for index in members]
-        packed[key] = Packed(tuple(members), tuple(itertools.accumulate(room, initial=0))[:-1], sum(room))
+        sent = [max(wires[index].numel(part.shape) for part in leaves[index].parts) for index in members]
+        packed[key] = Packed(tuple(members), _offsets(room), sum(room), _offsets(sent), sum(sent))
     return LayerPlan(tuple(leaves), alone, packed, {axes: tuple(members) for axes, members in summed.items()})
+
+
+def _offsets(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(sizes, initial=0))[:-1]
 
 
 def leaf_offsets(plan: LayerPlan, itemsizes: Sequence[int]) -> tuple[tuple[int, ...], int]:

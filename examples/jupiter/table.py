@@ -86,7 +86,7 @@ def sizes(runs: Runs) -> list[Row]:
         Row(
             "two buffers of gathered layers",
             14.0,
-            2 * max(full.buffers.values()) / GIB,
+            2 * max(full.gathers["bfloat16"].buffers.values()) / GIB,
             "GiB",
             "published: what a side stream held longer, a little over two buffers",
         ),

@@ -15,6 +15,7 @@ from ..machine import Machine, MachineError, read_machine
 from ..memory import HBM, HOST, PlanError, draw, in_bytes, write_trace
 from ..predict import Choice, Prediction, predict
 from ..search import Searched, Shape, assumptions_of, search
+from ..sharding import GatherDtype
 from .settings import SettingsError
 
 EXPERT_PARTS = (1, 2, 4, 8)
@@ -43,8 +44,8 @@ class PlanSettings:
     """Of a step, per rank."""
     order: Literal["depth_first", "layer_major"] = "depth_first"
     """Each microbatch through all layers, or all through a layer before the next."""
-    gather_dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"
-    """In which parameters travel."""
+    gather_dtype: GatherDtype = "bfloat16"
+    """In which matrices travel."""
     reduce_dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"
     """In which gradients travel."""
     prefetch: int = 1
@@ -234,12 +235,12 @@ def report(name: str, dry: DryRun, machine: Machine, prediction: Prediction, bud
     """What a prediction says, in lines."""
     timeline, work, busy = prediction.plan.timeline, dry.optimizer, prediction.plan.timeline.busy
     mesh = " x ".join(f"{axis} {size}" for axis, size in dry.mesh.items())
+    buffers = dry.gathers[prediction.choice.gather_dtype].buffers
     lines = [
         f"{name}: {_count(dry.config.num_params)} parameters, {_count(dry.config.num_active_params)} active",
         f"{machine.name}: {dry.ranks} devices, {mesh}; {prediction.tokens:,} tokens per device and step",
         "",
-        f"parameters     {_count(work.parameters)} per rank; gathered, a layer takes "
-        f"{in_bytes(max(dry.buffers.values()))}",
+        f"parameters     {_count(work.parameters)} per rank; gathered, a layer takes {in_bytes(max(buffers.values()))}",
     ]
     for tier, one in timeline.reports.items():
         lines.append(f"memory {tier:<7} {in_bytes(one.peak)} of {in_bytes(budgets[tier])}, filled by")
@@ -247,6 +248,8 @@ def report(name: str, dry: DryRun, machine: Machine, prediction: Prediction, bud
     lines += [f"{stream:<14} {seconds:.3g} s" for stream, seconds in busy.items()]
     if prediction.exposed_exchange:
         lines.append(f"  of compute   {prediction.exposed_exchange:.3g} s are tokens on their way to experts and back")
+    if prediction.unpacking:
+        lines.append(f"unpacking      {prediction.unpacking:.3g} s, in which messages of fp8 become numbers")
     bound = ", ".join(f"{part.what} {100 * part.seconds / timeline.seconds:.0f}%" for part in timeline.bound[:5])
     parts = ", ".join(f"{part} {seconds:.3g}" for part, seconds in prediction.optimizer._asdict().items())
     lines += [
@@ -328,6 +331,7 @@ def as_json(dry: DryRun, machine: Machine, prediction: Prediction, budgets: dict
         "streams": dict(timeline.busy),
         "bound": [part._asdict() for part in timeline.bound],
         "exposed_exchange": prediction.exposed_exchange,
+        "unpacking": prediction.unpacking,
         "optimizer": {**prediction.optimizer._asdict(), "total": prediction.optimizer.total},
         "step_seconds": prediction.seconds,
         "tokens": prediction.tokens,

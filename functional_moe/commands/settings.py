@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 
 from ..config import MoEConfig, preset
@@ -16,6 +17,7 @@ from ..hf import HFError
 from ..memory import HBM, HOST
 from ..optimizers import OptimizerSettings
 from ..parallel import CheckpointError
+from ..sharding import GATHER_DTYPES, GatherDtype
 from ..state_file import StateError
 
 
@@ -93,6 +95,9 @@ class TrainSettings:
     """Processes that share the experts, neighbours on the fastest links; divides the number of experts."""
     replicate: int = 1
     """Copies of the whole model, each on fsdp x ep processes."""
+    gather_dtype: GatherDtype | None = None
+    """In which matrices travel between processes; by default as they are computed with. float8: e4m3, with a scale for
+    each block of 128, half the bytes of bfloat16. One process rounds its matrices alike, so that runs agree."""
     hbm_budget: Annotated[str | None, tyro.conf.arg(metavar="BYTES")] = None
     """Memory that a training step may take on each process, such as 2GiB, 800MB or plain bytes: parameters, optimizer
     state, batch, gradients, activations, gather buffers, and the working memory of segments and of the optimizer. What
@@ -175,6 +180,11 @@ class TrainSettings:
     def ranks(self) -> int:
         """Processes of the run."""
         return self.replicate * self.fsdp * self.ep
+
+    @property
+    def gathered_in(self) -> torch.dtype | None:
+        """``gather_dtype`` as torch knows it."""
+        return None if self.gather_dtype is None else GATHER_DTYPES[self.gather_dtype]
 
     @property
     def budgets(self) -> dict[str, int]:

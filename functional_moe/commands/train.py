@@ -183,6 +183,7 @@ def _planned(
             accumulate=settings.accumulate,
             expert_parts=(1, 2, 4, 8) if settings.expert_parts is None else (settings.expert_parts,),
             copies=_copies(world.device),
+            gather_dtype=settings.gathered_in,
             gather=functools.partial(world.gather, "measurements"),
         )
     except PlanError as error:
@@ -481,6 +482,7 @@ def _loop(
         copies=_copies(world.device),
         accumulate=settings.accumulate,
         expert_parts=(settings.expert_parts or 1) if planned is None else planned.expert_parts,
+        gather_dtype=settings.gathered_in,
     )
     evaluate = make_evaluate(settings.model, layout)
     last = settings.steps if settings.stop_after is None else min(settings.steps, settings.stop_after)

@@ -109,6 +109,23 @@ def test_ten_steps_and_ten_more_equal_twenty(tmp_path: Path, text: Path) -> None
     assert (parts / "sample.txt").read_bytes() == (whole / "sample.txt").read_bytes()
 
 
+def test_matrices_are_rounded_to_fp8_on_one_process_too(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ("train", *SMALL, "--data", text, "--steps", 4)
+    wide, out, small = (tmp_path / name for name in ("wide", "out", "small"))
+    assert run(*common, "--out", wide) == 0
+    assert run(*common, "--out", out, "--gather-dtype", "float8", "--stop-after", 2) == 0
+    other = fails(capsys, monkeypatch, "train", "--out", out, "--resume", "--gather-dtype", "bfloat16")
+    assert "gather_dtype is float8 there and bfloat16 here" in other
+    assert run("train", "--out", out, "--resume") == 0
+    assert run(*common, "--out", small, "--gather-dtype", "float8", "--hbm-budget", "2MB") == 0
+    assert state(small) == state(out) != state(wide)
+    losses = [[line["loss"] for line in records(folder)] for folder in (out, wide)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+    assert losses[0] != losses[1]
+
+
 def test_a_budget_changes_no_value_and_may_change_itself(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

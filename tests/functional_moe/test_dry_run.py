@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from functional_moe.chain import Microbatch, by_layer, make_chain
 from functional_moe.config import MoEConfig
-from functional_moe.dry_run import Message, dry_run
+from functional_moe.dry_run import dry_run
 from functional_moe.machine import Machine, read_machine
 from functional_moe.memory import HBM, HOST, profile_chain, verify
 from functional_moe.model import Totals, init_balance
@@ -144,6 +144,33 @@ def test_shards_add_up_to_the_model() -> None:
     assert sum(dry.shards.values()) == dry.optimizer.parameters
 
 
+def test_messages_are_counted_in_the_bytes_in_which_they_travel() -> None:
+    dry = dry_run(SMALL, fsdp=2, ep=2, seq_len=32)
+    (experts, dense) = sorted(dry.messages["layers.1"], key=lambda one: len(one.axes))
+    # 8 experts over both axes would be whole; those of two ranks of ep stay apart.
+    assert (experts.axes, dense.axes) == (("fsdp",), ("fsdp", "ep"))
+    matrices = 4 * 32 * 3 * 16
+    assert experts.elements == matrices
+    # Blocks along what is not hidden, 32 and 16 long: one to each row and column of 32.
+    assert experts.gathered == {"float32": 4 * matrices, "bfloat16": 2 * matrices, "float8": matrices + 4 * 2 * 32}
+    matrices = 32 * (32 + 2 * 16) + 32 * 32 + 32 * 3 * 16
+    exact = 2 * 32 + 2 * 8 + 32 * 8  # norms, those of queries and keys, router
+    assert dense.elements == matrices + exact
+    assert dense.gathered == {
+        "float32": 4 * (matrices + exact),
+        "bfloat16": 2 * matrices + 4 * exact,
+        "float8": matrices + 4 * 32 + 4 * exact,
+    }
+    (embedding,) = dry.messages["embed"]
+    assert embedding.gathered["float8"] == embedding.gathered["bfloat16"] == 2 * 64 * 32
+
+
+def test_fp8_is_computed_with_in_as_much_memory_as_bfloat16() -> None:
+    gathers = dry_run(SMALL, fsdp=2, ep=2, seq_len=32).gathers
+    assert gathers["float8"].buffers == gathers["bfloat16"].buffers
+    assert gathers["float32"].buffers["layers.1"] > 1.8 * gathers["bfloat16"].buffers["layers.1"]
+
+
 def test_leaves_no_process_group() -> None:
     dry_run(SMALL, fsdp=2, ep=2, seq_len=32)
     assert not dist.is_initialized()
@@ -163,10 +190,10 @@ def test_ranks_of_a_node() -> None:
 
 def test_a_message_takes_what_comes_from_other_nodes() -> None:
     machine, mesh = read_machine("jupiter"), {"fsdp": 96, "ep": 4}
-    experts = message_seconds(Message(10**9, 0, ("fsdp",)), mesh, machine, narrow=2)
+    experts = message_seconds(2 * 10**9, ("fsdp",), mesh, machine)
     assert experts == pytest.approx(2e9 * 95 / 96 / 22.9e9)
     # A message over all ranks comes once to a node, a quarter to each device.
-    dense = message_seconds(Message(10**9, 0, ("fsdp", "ep")), mesh, machine, narrow=2)
+    dense = message_seconds(2 * 10**9, ("fsdp", "ep"), mesh, machine)
     assert dense == pytest.approx(2e9 * 95 / 96 / 4 / 22.9e9)
     assert exchange_seconds(4 * 10**9, mesh, machine) == pytest.approx(1e9 / 115.5e9)
 
@@ -223,6 +250,9 @@ def test_what_1300_needs(table: ModuleType, runs: Any) -> None:
     assert fastest.tokens_per_second > 1300
     # What the planner found before it tried a near miss with other paces was 1149.
     assert parts.tokens_per_second > 1240
+    # 493 billion numbers come in a byte each and are written in two, at 3.73 TB/s.
+    assert fastest.unpacking == pytest.approx(3 * 493e9 / 3.73e12, rel=0.02)
+    assert plain.unpacking == 0
     assert fastest.optimizer.total < 1
     # Instructions gone through: what keeps the plan within seconds on any machine.
     assert fastest.plan.tried * len(fastest.plan.schedule) < 40_000

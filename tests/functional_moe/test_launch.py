@@ -119,9 +119,12 @@ def test_a_run_goes_from_mesh_to_mesh_as_if_one_process_had_run_it(
             assert line[name] == pytest.approx(reference[name], rel=1e-4, abs=1e-7), name
 
 
-def test_four_ranks_train_with_copies_and_more_ranks_than_rows(tmp_path: Path, text: Path) -> None:
+@pytest.mark.parametrize("gather", [(), ("--gather-dtype", "float8")], ids=["wide", "fp8"])
+def test_four_ranks_train_with_copies_and_more_ranks_than_rows(
+    tmp_path: Path, text: Path, gather: tuple[str, ...]
+) -> None:
     out, reference = tmp_path / "out", tmp_path / "reference"
-    common = ("train", *SMALL, "--data", text, "--steps", 2, "--batch-size", 3)
+    common = ("train", *SMALL, "--data", text, "--steps", 2, "--batch-size", 3, *gather)
     assert run(*common, "--out", reference) == 0
     ended = launch(4, MODULE, *common, "--out", out, "--replicate", 2, "--ep", 2)
     assert ended.status == 0, ended.errors

@@ -20,7 +20,7 @@ from tests.functional_moe.test_budget import MIDDLE
 ROWS, SEQ = 4, 256
 
 
-def budgeted_step(sizes: tuple[int, int, int], budget: str) -> dict[str, Any]:
+def budgeted_step(sizes: tuple[int, int, int], budget: str, gather_dtype: torch.dtype | None = None) -> dict[str, Any]:
     """One step of this rank; its bytes, loss and instructions."""
     layout = model_layout(MIDDLE, parallel.make_mesh(*sizes))
     optimizer = optim.sgd(0.1)
@@ -36,6 +36,7 @@ def budgeted_step(sizes: tuple[int, int, int], budget: str) -> dict[str, Any]:
         state,
         batch,
         layout=layout,
+        gather_dtype=gather_dtype,
         gather=functools.partial(world.gather, "measurements"),
     )
     planned = None
@@ -58,7 +59,7 @@ def budgeted_step(sizes: tuple[int, int, int], budget: str) -> dict[str, Any]:
     # gloo's threads let go of a message a moment after it is done, which can only add: the least of some counts.
     for _ in range(6):
         with memory.LiveBytes() as counted:  # the step's gather buffers are made with it
-            step = make_train_step(MIDDLE, optimizer, layout=layout, schedule=schedule)
+            step = make_train_step(MIDDLE, optimizer, layout=layout, schedule=schedule, gather_dtype=gather_dtype)
             _, metrics = step(state, batch)
             peaks.append(counted.peak)
         del step
@@ -72,12 +73,16 @@ def budgeted_step(sizes: tuple[int, int, int], budget: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)], ids=["fsdp", "ep"])
-def test_ranks_run_one_schedule_within_the_budget(mesh: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "gather_dtype"),
+    [((2, 1, 1), None), ((1, 2, 1), None), ((2, 1, 1), torch.float8_e4m3fn), ((1, 2, 1), torch.float8_e4m3fn)],
+    ids=["fsdp", "ep", "fsdp in fp8", "ep in fp8"],
+)
+def test_ranks_run_one_schedule_within_the_budget(mesh: tuple[int, int, int], gather_dtype: torch.dtype | None) -> None:
     pool = parallel.shared_pool()
-    plain = pool.run(budgeted_step, 2, mesh, "none")
+    plain = pool.run(budgeted_step, 2, mesh, "none", gather_dtype)
     for budget in ("ample", "tight"):
-        found = pool.run(budgeted_step, 2, mesh, budget)
+        found = pool.run(budgeted_step, 2, mesh, budget, gather_dtype)
         assert found[0]["instructions"] == found[1]["instructions"]
         for one, reference in zip(found, plain, strict=True):
             assert one["loss"] == pytest.approx(reference["loss"], rel=1e-6)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from functional_moe import optim, parallel
 from functional_moe.config import MoEConfig
 from functional_moe.memory import LiveBytes
-from functional_moe.parallel import _packing
+from functional_moe.parallel import _fp8, _packing
 from functional_moe.parallel._mesh import mesh_of
 from functional_moe.parameters import init
 from functional_moe.sharding import make_sharding, model_layout
@@ -100,6 +100,78 @@ def test_a_store_gathers_and_reduces_as_gather_and_its_gradient_do(case: Any) ->
         torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)
 
 
+@st.composite
+def fp8_layers(draw: Any) -> Any:
+    """The same with fp8 along any dimension of some leaves, what is split too, and what they are computed with."""
+    sizes, tree, placed, kept, alone = draw(layers())
+    tree = {name: leaf.float() for name, leaf in tree.items()}
+    dims = {name: draw(st.none() | st.integers(0, leaf.ndim - 1)) for name, leaf in tree.items()}
+    return sizes, tree, placed, kept, dims, alone, draw(st.sampled_from([torch.bfloat16, torch.float32]))
+
+
+def in_fp8(sizes: Any, tree: Any, placed: Any, kept: Any, dims: Any, alone: bool, dtype: torch.dtype) -> Any:
+    """What a store gathers in fp8, what parts rounded by themselves are together, and the whole rounded before."""
+    mesh = mesh_of(dict(zip(("replicate", "fsdp", "ep"), sizes, strict=True)))
+    layout = parallel.make_layout(mesh, placed, tree)
+    shards = parallel.local(parallel.shard(tree, layout))
+
+    def rounded(leaves: Any) -> Any:
+        return {
+            name: leaf.to(dtype) if dims[name] is None else parallel.round_to_fp8(leaf, dims[name], dtype)
+            for name, leaf in leaves.items()
+        }
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_packing, "ALONE", 1 if alone else _packing.ALONE)
+        patch.setattr(_fp8, "BLOCK", 2)
+        layered = parallel.ShardedLayers(
+            {"layer": layout},
+            kept={"layer": kept},
+            gather_dtypes={"layer": dict.fromkeys(tree, dtype)},
+            fp8_dims={"layer": dims},
+        )
+        store = layered.store({"layer": shards})
+        layered.buffer(0, layered.sizes["layer"]).fill_(255)
+        store.gather("layer", 0)
+        found = pytree.tree_map(torch.clone, store.parameters("layer"))
+        store.add_gradient("layer", {f"['{name}']": torch.full_like(leaf, 2) for name, leaf in found.items()})
+        store.release("layer")
+        store.reduce("layer")
+        store.drop_gradient("layer")
+        with Messages() as messages:
+            store.gather("layer", 0)
+            store.release("layer")
+        sent = sum(size for name, size in messages.found if "allgather" in name)
+        promised = sum(layered.messages("layer").values())
+        parts = parallel.gather(rounded(shards), layout, kept)
+        whole = parallel.gather(parallel.local(parallel.shard(rounded(tree), layout)), layout, kept)
+    ones = pytree.tree_map(torch.ones_like, tree)
+    straight = torch.func.grad(
+        lambda leaves: sum((2 * leaf).sum() for leaf in parallel.gather(leaves, layout, kept).values())
+    )(parallel.local(parallel.shard(ones, layout)))
+    return found, parts, whole, store.gradients()["layer"], straight, sent, promised
+
+
+@EXAMPLES
+@given(case=fp8_layers())
+def test_fp8_brings_what_its_owner_rounds_whatever_the_mesh(case: Any) -> None:
+    sizes, tree, placed, _, dims, _, _ = case
+
+    def cuts(name: str, axis: int) -> int:
+        return math.prod(size for size, one in zip(sizes, placed[name], strict=True) if one == Shard(axis))
+
+    even = all(size % cuts(name, axis) == 0 for name, leaf in tree.items() for axis, size in enumerate(leaf.shape))
+    ranks = parallel.shared_pool().run(in_fp8, math.prod(sizes), *case)
+    for found, parts, whole, gradient, straight, sent, promised in ranks:
+        torch.testing.assert_close(found, parts, rtol=0, atol=0)
+        torch.testing.assert_close(gradient, straight, rtol=0, atol=0)
+        for name, dim in dims.items():
+            if dim is None or cuts(name, dim) == 1:
+                torch.testing.assert_close(found[name], whole[name], rtol=0, atol=0)
+        # Padded to the largest part, where parts are uneven.
+        assert sent == promised if even else sent >= promised
+
+
 CONFIG = MoEConfig(
     vocab_size=96,
     hidden_size=64,
@@ -113,11 +185,11 @@ CONFIG = MoEConfig(
 )
 
 
-def one_step(sizes: tuple[int, int], again: bool = True) -> Any:
+def one_step(sizes: tuple[int, int], gather_dtype: torch.dtype | None = None) -> Any:
     """Messages of a step, live bytes at its peak, bytes of a layer, of all shards, and of an AdamW state."""
     layout = model_layout(CONFIG, parallel.make_mesh(*sizes))
     optimizer = optim.sgd(0.1)
-    step = make_train_step(CONFIG, optimizer, layout=layout)
+    step = make_train_step(CONFIG, optimizer, layout=layout, gather_dtype=gather_dtype)
     state = init_state(init(CONFIG, seed=0, layout=layout), optimizer, CONFIG)
     tokens = torch.randint(CONFIG.vocab_size, (1, 4))
     batch = {"tokens": tokens, "targets": tokens.roll(-1, 1)}
@@ -147,6 +219,20 @@ def test_a_step_sends_what_the_formula_says(sizes: tuple[int, int]) -> None:
         exchanged = sum(size for name, size in messages if "alltoall" in name)
         reduced = 4 * (CONFIG.num_hidden_layers * layer + ends)
         assert exchanged == reduced if ep == 1 else exchanged > reduced
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (2, 2)], ids=lambda sizes: "x".join(map(str, sizes)))
+def test_matrices_send_a_byte_for_each_element_and_block_in_fp8(sizes: tuple[int, int]) -> None:
+    fsdp, ep = sizes
+    for messages, *_ in parallel.shared_pool().run(one_step, fsdp * ep, sizes, torch.float8_e4m3fn):
+        gathers = sum(size for name, size in messages if "allgather" in name)
+        hidden, width, heads = 64, 192, 64
+        # Blocks of 128 along what is not hidden: of 128 and 64 in attention; of 384 and, two to a column, 192.
+        attention = hidden * (heads + 2 * 32) + heads * hidden + 2 * hidden
+        experts = CONFIG.num_experts // ep * (hidden * width * 3 + (3 + 2) * hidden)
+        wide = 4 * (2 * hidden + hidden * CONFIG.num_experts)
+        layer = attention + wide + (experts if fsdp > 1 else 0)
+        assert gathers == 2 * CONFIG.num_hidden_layers * layer + 4 * (2 * CONFIG.vocab_size * hidden + hidden)
 
 
 def test_a_step_needs_two_layers_beside_its_shards() -> None:
