@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import io
 import itertools
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -23,9 +22,10 @@ from .commands.calibrate import CalibrateSettings, calibrate
 from .commands.exchange import ExportSettings, ImportSettings, export_model, import_model
 from .commands.info import InfoSettings, info
 from .commands.plan import PlanSettings, plan
+from .commands.program import end
 from .commands.rank import run_as_rank
 from .commands.sample import SampleSettings, sample
-from .commands.settings import USER_ERRORS, DataSettings, SettingsError, TrainSettings, read_settings
+from .commands.settings import DataSettings, SettingsError, TrainSettings, read_settings
 from .commands.tokenize import TokenizeSettings, tokenize
 from .commands.train import SETTINGS_FILE, train
 from .config import preset
@@ -138,18 +138,7 @@ def main() -> None:
     """The entry point of the ``functional-moe`` command."""
     if launched() is not None:
         run_as_rank(lambda: _parse(sys.argv[1:]))
-    try:
-        status = run(sys.argv[1:])
-    except USER_ERRORS as error:
-        print(f"functional-moe: {error}", file=sys.stderr)
-        status = 2
-    except KeyboardInterrupt:
-        status = 130
-    except BrokenPipeError:
-        # Whoever read the output has left, as `head` does; Python must not try to flush it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 141
-    sys.exit(status)
+    end(lambda: run(sys.argv[1:]), "functional-moe")
 
 
 if __name__ == "__main__":
