@@ -4,6 +4,7 @@ from ._build import Gathers as Gathers
 from ._build import Order as Order
 from ._build import Policy as Policy
 from ._build import Recipe as Recipe
+from ._build import Updates as Updates
 from ._build import make_schedule as make_schedule
 from ._chain import Chain as Chain
 from ._chain import Outcome as Outcome
@@ -47,6 +48,7 @@ from ._plan import recompute_all as recompute_all
 from ._profile import LiveBytes as LiveBytes
 from ._profile import SegmentProfile as SegmentProfile
 from ._profile import Sizes as Sizes
+from ._profile import UpdateBytes as UpdateBytes
 from ._profile import Variant as Variant
 from ._profile import least as least
 from ._profile import profile_chain as profile_chain
@@ -63,11 +65,13 @@ from ._schedule import Fetch as Fetch
 from ._schedule import Forward as Forward
 from ._schedule import Gather as Gather
 from ._schedule import Instruction as Instruction
+from ._schedule import Norm as Norm
 from ._schedule import Offload as Offload
 from ._schedule import ReduceScatter as ReduceScatter
 from ._schedule import Release as Release
 from ._schedule import Schedule as Schedule
 from ._schedule import ScheduleError as ScheduleError
+from ._schedule import Update as Update
 from ._schedule import Value as Value
 from ._schedule import describe as describe
 from ._schedule import stream_of as stream_of
@@ -76,6 +80,7 @@ from ._simulate import Timeline as Timeline
 from ._simulate import simulate as simulate
 from ._store import ResidentStore as ResidentStore
 from ._store import Store as Store
+from ._store import Updater as Updater
 from ._store import add_leaves as add_leaves
 from ._store import leaf_paths as leaf_paths
 from ._verify import TierReport as TierReport

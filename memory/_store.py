@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -45,7 +45,33 @@ class Store(Protocol):
         ...
 
     def gradients(self) -> dict[str, Tree]:
-        """What came of it, by layer: trees like the parameters that the store was made of."""
+        """What came of it, by layer: trees like the parameters that the store was made of. Its own no longer."""
+        ...
+
+
+class Updater(Protocol):
+    """The optimizer of a step, layer by layer. The parameters are its own; states come and go by the schedule."""
+
+    def state(self, layer: str) -> Tree:
+        """The layer's state before the step, in its home."""
+        ...
+
+    def home(self, layer: str) -> Tree:
+        """Where the layer's new state goes, if its home is a further tier: tensors like ``state``'s, or those."""
+        ...
+
+    def begin(self, loss: Tensor, gradients: Mapping[str, Tree], metrics: Any) -> None:
+        """Told once, before the first update: the loss, every layer's gradient, and the metrics, as of ``Execution``.
+
+        Takes the norm of the gradient, and decides whether the step is made. It must not keep the gradients.
+        """
+        ...
+
+    def update(self, layer: str, gradient: Tree, state: Tree) -> Tree:
+        """Makes the layer's new parameters, and returns the new state: ``state`` itself when no step is made.
+
+        Changes neither argument.
+        """
         ...
 
 
@@ -66,7 +92,7 @@ class ResidentStore:
 
     def gradients(self) -> dict[str, Tree]:
         """Trees like the parameters; zeros where nothing was added."""
-        return {layer: _filled(tree, self._sums[layer]) for layer, tree in self._parameters.items()}
+        return {layer: _filled(tree, self._sums.pop(layer)) for layer, tree in self._parameters.items()}
 
     def gather(self, layer: str, buffer: int) -> None:
         """Refused."""
