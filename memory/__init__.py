@@ -27,7 +27,9 @@ from ._draw import in_bytes as in_bytes
 from ._draw import trace_events as trace_events
 from ._draw import write_trace as write_trace
 from ._execute import Execution as Execution
+from ._execute import Updater as Updater
 from ._execute import execute as execute
+from ._execute import in_slab as in_slab
 from ._hardware import Hardware as Hardware
 from ._hardware import Link as Link
 from ._hardware import Tier as Tier
@@ -45,6 +47,7 @@ from ._plan import keep_all as keep_all
 from ._plan import offload_all as offload_all
 from ._plan import plan as plan
 from ._plan import recompute_all as recompute_all
+from ._pool import tree_bytes as tree_bytes
 from ._profile import LiveBytes as LiveBytes
 from ._profile import SegmentProfile as SegmentProfile
 from ._profile import Sizes as Sizes
@@ -80,7 +83,6 @@ from ._simulate import Timeline as Timeline
 from ._simulate import simulate as simulate
 from ._store import ResidentStore as ResidentStore
 from ._store import Store as Store
-from ._store import Updater as Updater
 from ._store import add_leaves as add_leaves
 from ._store import leaf_paths as leaf_paths
 from ._verify import TierReport as TierReport

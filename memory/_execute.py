@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from ._schedule import (
     Update,
     Value,
 )
-from ._store import Store, Updater
+from ._store import Store
 
 
 class Execution(NamedTuple):
@@ -41,6 +41,32 @@ class Execution(NamedTuple):
     loss: Tensor  # []; summed over the microbatches
     gradients: dict[str, Tree]  # by layer, as the store gives them; none where the schedule has updates
     metrics: tuple[tuple[Tree, ...], ...]  # of each microbatch, of each segment
+
+
+class Updater(Protocol):
+    """The optimizer of a step, layer by layer. The parameters are its own; states come and go by the schedule."""
+
+    def state(self, layer: str) -> Tree:
+        """The layer's state before the step, in its home."""
+        ...
+
+    def home(self, layer: str) -> Tree:
+        """Where the layer's new state goes, if its home is a further tier: tensors like ``state``'s, or those."""
+        ...
+
+    def begin(self, done: Execution) -> None:
+        """Told once, before the first update, what was computed. It must not keep the gradients.
+
+        Takes the norm of the gradient, and decides whether the step is made.
+        """
+        ...
+
+    def update(self, layer: str, gradient: Tree, state: Tree) -> Tree:
+        """Makes the layer's new parameters, and returns the new state: ``state`` itself when no step is made.
+
+        Changes neither argument.
+        """
+        ...
 
 
 def execute(
@@ -158,7 +184,7 @@ class _Run:
                 self.store.reduce(layer)
             case Norm():
                 done = self.outcome()
-                self.updater.begin(done.loss, done.gradients, done.metrics)
+                self.updater.begin(done)
                 self.gradients = done.gradients
             case Update(bucket):
                 self._update(bucket)
@@ -265,7 +291,7 @@ class _Run:
         slab = self.slabs[tier]
         if fit.peak > len(slab):
             raise MemoryError(f"offload of the {value}: {size:,} bytes do not fit in the {len(slab):,} of {tier!r}")
-        copied = _in_slab(tree, slab[offset : offset + size])
+        copied = in_slab(tree, slab[offset : offset + size])
         self.pieces[Place(value, tier)] = _Piece(offset, copied)
         self._copy(tree, copied, Place(value), Place(value, tier))
 
@@ -338,7 +364,7 @@ def _storages(tree: Tree) -> set[int]:
     return {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(tree) if is_tensor(leaf)}
 
 
-def _in_slab(tree: Tree, piece: Tensor) -> Tree:
+def in_slab(tree: Tree, piece: Tensor) -> Tree:
     """Tensors like those of ``tree``, strides included, one after the other in ``piece`` (uint8)."""
     leaves, spec = pytree.tree_flatten(tree)
     placed, offset = [], 0

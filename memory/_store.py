@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -46,32 +46,6 @@ class Store(Protocol):
 
     def gradients(self) -> dict[str, Tree]:
         """What came of it, by layer: trees like the parameters that the store was made of. Its own no longer."""
-        ...
-
-
-class Updater(Protocol):
-    """The optimizer of a step, layer by layer. The parameters are its own; states come and go by the schedule."""
-
-    def state(self, layer: str) -> Tree:
-        """The layer's state before the step, in its home."""
-        ...
-
-    def home(self, layer: str) -> Tree:
-        """Where the layer's new state goes, if its home is a further tier: tensors like ``state``'s, or those."""
-        ...
-
-    def begin(self, loss: Tensor, gradients: Mapping[str, Tree], metrics: Any) -> None:
-        """Told once, before the first update: the loss, every layer's gradient, and the metrics, as of ``Execution``.
-
-        Takes the norm of the gradient, and decides whether the step is made. It must not keep the gradients.
-        """
-        ...
-
-    def update(self, layer: str, gradient: Tree, state: Tree) -> Tree:
-        """Makes the layer's new parameters, and returns the new state: ``state`` itself when no step is made.
-
-        Changes neither argument.
-        """
         ...
 
 

@@ -26,7 +26,7 @@ from functional_moe.memory import (
     profile_context,
     run_chain,
 )
-from functional_moe.memory._execute import _in_slab as place
+from functional_moe.memory import in_slab as place
 from functional_moe.memory._pool import tree_bytes
 
 WIDTH, ROWS = 8, 6
@@ -285,11 +285,11 @@ class Momentum:
     def home(self, layer: str) -> Any:
         return self.homes[layer]
 
-    def begin(self, loss: Tensor, gradients: Mapping[str, Any], metrics: Any) -> None:
+    def begin(self, done: Execution) -> None:
         assert self.loss is None
-        self.loss, self.metrics = loss, metrics
-        self.gradients = pytree.tree_map(torch.clone, dict(gradients))
-        norm = sum(leaf.square().sum() for leaf in pytree.tree_leaves(gradients))
+        self.loss, self.metrics = done.loss, done.metrics
+        self.gradients = pytree.tree_map(torch.clone, dict(done.gradients))
+        norm = sum(leaf.square().sum() for leaf in pytree.tree_leaves(done.gradients))
         self.factor = torch.rsqrt(torch.as_tensor(norm))
         self.makes = bool(norm <= self.limit)
 
@@ -331,7 +331,7 @@ def check_updated(
     found = Execution(updater.loss, updater.gradients, updater.metrics)
     check_equal(found, expected, exact=False)
     plain = Momentum(parameters, states, updater.limit)
-    plain.begin(updater.loss, updater.gradients, None)
+    plain.begin(found)
     new = {layer: plain.update(layer, updater.gradients[layer], states[layer]) for layer in parameters}
     found_parameters, found_states = updater.results(schedule)
     for ours, theirs in ((found_parameters, plain.new), (found_states, new)):

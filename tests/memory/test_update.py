@@ -254,8 +254,8 @@ def test_the_memory_of_a_real_step_is_what_was_counted() -> None:
     sizes = make_sizes(chain, parameters, batch)
 
     class InPlace(Momentum):
-        def begin(self, loss: Any, gradients: Any, metrics: Any) -> None:
-            self.loss, self.factor = loss, 1.0
+        def begin(self, done: Any) -> None:
+            self.loss, self.factor = done.loss, 1.0
 
         def update(self, layer: str, gradient: Any, state: Any) -> Any:
             new = pytree.tree_map(lambda m, g: torch.add(g, m, alpha=0.9), state, gradient)
