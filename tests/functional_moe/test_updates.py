@@ -210,7 +210,7 @@ def wide() -> MoEConfig:
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_donated_a_step_needs_no_second_state(name: str) -> None:
-    """What is saved is the new state and the new parameters, but for a layer's, of which there are six."""
+    """Beside the old ones, new parameters and states take more than the gradients that go with them."""
     config = wide()
     optimizer = OPTIMIZERS[name](config)
     updated = memory.make_schedule(make_chain(config), updates=memory.Updates())
@@ -222,7 +222,9 @@ def test_donated_a_step_needs_no_second_state(name: str) -> None:
             step = make_train_step(config, optimizer, schedule=updated, donate=donate)
             step(state, make_batch(0, rows=1, seq=2))
             peaks[donate] = counted.peak
-    assert peaks[False] - peaks[True] > 0.6 * held
+    params = sum(leaf.nbytes for leaf in pytree.tree_leaves(state.params) if not donate)
+    # But for those of one layer of six.
+    assert peaks[False] - peaks[True] > 0.65 * (held - params)
 
 
 def test_states_come_to_lie_in_one_piece_of_their_tier_and_stay_there() -> None:
