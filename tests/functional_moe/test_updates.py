@@ -216,10 +216,10 @@ def test_donated_a_step_needs_no_second_state(name: str) -> None:
     updated = memory.make_schedule(make_chain(config), updates=memory.Updates())
     peaks = {}
     for donate in (True, False):
+        step = make_train_step(config, optimizer, schedule=updated, donate=donate)
         with memory.LiveBytes() as counted:
             state = start(config, optimizer)
             held = counted.peak = counted.live
-            step = make_train_step(config, optimizer, schedule=updated, donate=donate)
             step(state, make_batch(0, rows=1, seq=2))
             peaks[donate] = counted.peak
     params = sum(leaf.nbytes for leaf in pytree.tree_leaves(state.params) if not donate)
