@@ -14,7 +14,19 @@ from .chain import Microbatch, by_layer, collect_metrics, from_layers, loss_fn, 
 from .config import MoEConfig
 from .gradient import value_and_grad
 from .kernels import Kernels, check_kernels, inside_transform
-from .memory import Copies, Gathers, ResidentStore, Schedule, Store, execute, make_schedule, verify
+from .memory import (
+    Chain,
+    Copies,
+    Execution,
+    Gathers,
+    ResidentStore,
+    Schedule,
+    Store,
+    Updates,
+    execute,
+    make_schedule,
+    verify,
+)
 from .model import Batch, Metrics, Totals, check_batch, count_totals, init_balance
 from .optim import GradientTransformation, apply_updates, global_norm, learning_rates
 from .parallel import Layout, all_reduce, axis_group, from_local_parts, local_parts
@@ -23,6 +35,7 @@ from .parameters import Params
 from .routing import update_balance
 from .sharding import Sharding, as_gathered, check_gather_dtype, make_sharding
 from .tree import named_leaves
+from .updates import LayerUpdates, StepUpdates, Verdict, discard, renewed
 
 
 class TrainState(NamedTuple):
@@ -93,6 +106,7 @@ def make_train_step(
     copies: Copies | None = None,
     accumulate: int = 1,
     expert_parts: int = 1,
+    donate: bool = False,
     kernels: Kernels = "fused",
     gather_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
@@ -111,12 +125,15 @@ def make_train_step(
       layout: where the parameters live (``model_layout``). Then the state holds DTensors, every rank of the mesh calls
         the step, and each brings its own rows of the batch.
       schedule: when layers are gathered and values moved or recomputed, for ``make_chain(config)``; by default every
-        graph is kept, and with a layout each layer is gathered one layer ahead and released after use.
-      slabs: bytes of the tiers that the schedule offloads to, as ``memory.verify`` reports their peaks.
+        graph is kept, and with a layout each layer is gathered one layer ahead and released after use. It may have the
+        optimizer's updates (``memory.Updates``), layer by layer; the values are the same.
+      slabs: bytes of the tiers that the schedule offloads to, as ``memory.verify`` reports them.
       copies: how values get there, see ``memory``.
       accumulate: microbatches per step; must divide the rows of a batch.
       expert_parts: in how many parts a microbatch's tokens go through the experts of a layer, which bounds what their
         rows take and lets one part travel between ranks while another is computed; see ``experts.routed_experts``.
+      donate: the step takes over the memory of the state that it is given, whose tensors raise from then on. Then the
+        schedule must have the updates; the default one has.
       kernels: ``"reference"`` when the step itself is transformed (``vmap`` over learning rates, say).
       gather_dtype: in which matrices are gathered; by default the compute dtype of ``config``. Routers, norms and
         biases are gathered in float32. In ``torch.float8_e4m3fn`` they travel with a scale for each block, see
@@ -125,12 +142,13 @@ def make_train_step(
       reduce_dtype: in which gradients are summed over ranks.
 
     Returns:
-      ``step(state, batch) -> (state, metrics)``; it changes neither argument.
+      ``step(state, batch) -> (state, metrics)``; it changes neither argument, but for a state that is donated.
 
     Raises:
-      ValueError: for ``accumulate`` or ``expert_parts`` below 1, unknown kernels, a dtype in which nothing travels, or
-        a layout, schedule or gather dtype with the reference kernels, here; for a batch of other keys, shapes or
-        dtypes, or of rows that ``accumulate`` does not divide, from the step.
+      ValueError: for ``accumulate`` or ``expert_parts`` below 1, unknown kernels, a dtype in which nothing travels, a
+        layout, schedule, gather dtype or ``donate`` with the reference kernels, ``donate`` with a schedule without
+        updates, or an optimizer that does not work layer by layer, here; for a batch of other keys, shapes or dtypes,
+        or of rows that ``accumulate`` does not divide, from the step.
       ScheduleError: for a schedule that does not compute the gradient of this model.
       NotImplementedError: from the step, inside a transform with ``kernels="fused"``.
     """
@@ -140,18 +158,48 @@ def make_train_step(
         raise ValueError(f"expert_parts = {expert_parts!r}: must be an integer of at least 1")
     check_kernels(kernels)
     check_gather_dtype(gather_dtype)
+    run: _Run | None = None
     if kernels == "reference":
-        if layout is not None or schedule is not None or gather_dtype is not None:
+        if layout is not None or schedule is not None or gather_dtype is not None or donate:
             raise ValueError(
-                "kernels = 'reference' is for one process, no schedule and no gather_dtype: transforms have rules for "
-                "those"
+                "kernels = 'reference' is for one process, no schedule, no gather_dtype and no donation: transforms "
+                "have rules for those"
             )
-        differentiate = _plainly(config)
         ranks = _ONE_PROCESS
     else:
         sharding = None if layout is None else make_sharding(config, layout, gather_dtype, reduce_dtype)
-        differentiate = _by_schedule(config, sharding, schedule, accumulate, expert_parts, slabs, copies, gather_dtype)
+        chain = make_chain(config, "fused", None if sharding is None else sharding.expert_parallel, expert_parts)
+        schedule = _checked(chain, sharding, schedule, accumulate, donate)
+        run = _by_schedule(chain, config, sharding, schedule, slabs, copies, gather_dtype)
         ranks = _ONE_PROCESS_FUSED if layout is None else _ranks_of(layout)
+    differentiate = _plainly(config) if run is None else _at_once(run)
+    layers = LayerUpdates(optimizer, config) if schedule is not None and schedule.homes else None
+
+    def judge(sums: _Sums) -> Verdict:
+        loss, metrics = ranks.add((sums.loss, sums.metrics))
+        norm = ranks.norm(sums.gradient)
+        return Verdict(metrics, norm, torch.isfinite(loss) & torch.isfinite(norm))
+
+    def at_once(state: TrainState, parts: list[Microbatch]) -> tuple[TrainState, Verdict]:
+        sums = differentiate(state.params, parts)
+        verdict = judge(sums)
+        choose = _chooser(verdict.finite)
+        updates, opt_state = optimizer.update(sums.gradient, state.opt_state, state.params)
+        del sums  # the gradient's memory is enough for the new parameters
+        params = apply_updates(state.params, updates, foreach=kernels == "fused")
+        balance = update_balance(state.balance, verdict.metrics.counts, config)
+        return choose(TrainState(state.step, params, opt_state, balance), state), verdict
+
+    def by_layers(
+        state: TrainState, parts: list[Microbatch], updates: StepUpdates, run: _Run
+    ) -> tuple[TrainState, Verdict]:
+        run(state.params, parts, updates)
+        params, opt_state = updates.results()
+        verdict = updates.verdict
+        balance = update_balance(state.balance, verdict.metrics.counts, config)
+        # The verdict is known by now.
+        balance = _chooser(verdict.finite)(balance, state.balance)
+        return TrainState(state.step, params, opt_state, balance), verdict
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         if kernels == "fused" and (inside_transform() or _requires_grad(state)):
@@ -164,32 +212,40 @@ def make_train_step(
         state = local_parts(given)
         totals = Totals(*ranks.add(count_totals(batch)))
         parts = [Microbatch(part, state.balance, totals) for part in microbatches(batch, accumulate)]
-        sums = differentiate(state.params, parts)
-        loss, metrics = ranks.add((sums.loss, sums.metrics))
-
-        grad_norm = ranks.norm(sums.gradient)
-        finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
-        choose = _chooser(finite)
-        updates, opt_state = optimizer.update(sums.gradient, state.opt_state, state.params)
-        del sums  # the gradient's memory is enough for the new parameters
-        advanced = TrainState(
-            state.step,
-            apply_updates(state.params, updates, foreach=kernels == "fused"),
-            opt_state,
-            update_balance(state.balance, metrics.counts, config),
-        )
-        kept = choose(advanced, state)
+        updates = None
+        try:
+            if layers is None or schedule is None or run is None:
+                kept, verdict = at_once(state, parts)
+            else:
+                updates = StepUpdates(
+                    layers,
+                    state.params,
+                    state.opt_state,
+                    schedule.homes,
+                    lambda done: judge(_summed(done, parts)),
+                    donate,
+                    copies,
+                )
+                kept, verdict = by_layers(state, parts, updates, run)
+            kept = kept._replace(step=state.step + 1)
+            kept = from_local_parts(renewed(kept) if donate else kept, given)
+        finally:
+            # From the first update on the old state may be overwritten, even if the step fails.
+            if donate and updates is not None and updates.begun:
+                discard(given)
+        metrics = verdict.metrics
         load = metrics.counts.to(torch.float32)
-        return from_local_parts(kept._replace(step=state.step + 1), given), StepMetrics(
+        return kept, StepMetrics(
             loss=metrics.loss,
             aux_loss=metrics.aux_loss,
             z_loss=metrics.z_loss,
-            grad_norm=grad_norm,
-            finite=finite,
+            grad_norm=verdict.norm,
+            finite=verdict.finite,
             tokens=totals.tokens,
             load_max_over_mean=load.amax(-1) / load.mean(-1).clamp(min=torch.finfo(load.dtype).tiny),
             load_idle=(load == 0).to(torch.float32).mean(-1),
-            learning_rates=learning_rates(opt_state),
+            # Tensors of their own: those of the state may be donated to the next step.
+            learning_rates=renewed(learning_rates(kept.opt_state)),
         )
 
     return step
@@ -216,38 +272,58 @@ def _plainly(config: MoEConfig) -> _Differentiate:
     return differentiate
 
 
-def _by_schedule(
-    config: MoEConfig,
-    sharding: Sharding | None,
-    schedule: Schedule | None,
-    accumulate: int,
-    expert_parts: int,
-    slabs: Mapping[str, int] | None,
-    copies: Copies | None,
-    gather_dtype: torch.dtype | None,
-) -> _Differentiate:
-    """By running a schedule."""
-    chain = make_chain(config, "fused", None if sharding is None else sharding.expert_parallel, expert_parts)
+def _checked(
+    chain: Chain, sharding: Sharding | None, schedule: Schedule | None, accumulate: int, donate: bool
+) -> Schedule:
+    """The schedule, or the default one."""
     if schedule is None:
         gathers = None if sharding is None else Gathers(sharding.layers.sizes)
-        schedule = make_schedule(chain, microbatches=accumulate, gathers=gathers)
+        updates = Updates() if donate else None
+        schedule = make_schedule(chain, microbatches=accumulate, gathers=gathers, updates=updates)
     if schedule.microbatches != accumulate:
         raise ValueError(f"accumulate = {accumulate}; the schedule is for {schedule.microbatches} microbatches")
     verify(schedule, chain)
+    if donate and not schedule.homes:
+        raise ValueError("donate = True: the schedule has no updates; make it with updates=memory.Updates()")
+    return schedule
+
+
+_Run: TypeAlias = Callable[[Params, list[Microbatch], StepUpdates | None], Execution]
+
+
+def _by_schedule(
+    chain: Chain,
+    config: MoEConfig,
+    sharding: Sharding | None,
+    schedule: Schedule,
+    slabs: Mapping[str, int] | None,
+    copies: Copies | None,
+    gather_dtype: torch.dtype | None,
+) -> _Run:
+    """By running a schedule."""
     if sharding is not None:
         sharding.layers.reserve(schedule)
 
-    def differentiate(params: Params, parts: list[Microbatch]) -> _Sums:
+    def run(params: Params, parts: list[Microbatch], updates: StepUpdates | None) -> Execution:
         if sharding is None:
             store: Store = ResidentStore(by_layer(as_gathered(params, config, gather_dtype)))
         else:
             store = sharding.layers.store(by_layer(params))
-        done = execute(schedule, chain, store, parts, slabs=slabs, copies=copies)
-        metrics = [collect_metrics(of_part, parts[0].totals, parts[0].balance) for of_part in done.metrics]
-        summed = functools.reduce(lambda total, part: pytree.tree_map(torch.add, total, part), metrics)
-        return _Sums(done.loss, summed, from_layers(done.gradients))
+        return execute(schedule, chain, store, parts, slabs=slabs, copies=copies, updater=updates)
 
-    return differentiate
+    return run
+
+
+def _at_once(run: _Run) -> _Differentiate:
+    """By a schedule without updates."""
+    return lambda params, parts: _summed(run(params, parts, None), parts)
+
+
+def _summed(done: Execution, parts: list[Microbatch]) -> _Sums:
+    """What a schedule computed, over its microbatches."""
+    metrics = [collect_metrics(of_part, parts[0].totals, parts[0].balance) for of_part in done.metrics]
+    summed = functools.reduce(lambda total, part: pytree.tree_map(torch.add, total, part), metrics)
+    return _Sums(done.loss, summed, from_layers(done.gradients))
 
 
 class _Ranks(NamedTuple):
@@ -283,7 +359,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _chooser(condition: Tensor) -> Callable[[TrainState, TrainState], TrainState]:
+def _chooser(condition: Tensor) -> Callable[[Any, Any], Any]:
     """``choose(new, old)``: ``new`` where ``condition`` holds, else ``old``.
 
     A device is asked for the condition now and waited for when something is chosen: what it was given in between, the

@@ -4,6 +4,7 @@ from ._build import Gathers as Gathers
 from ._build import Order as Order
 from ._build import Policy as Policy
 from ._build import Recipe as Recipe
+from ._build import Updates as Updates
 from ._build import make_schedule as make_schedule
 from ._chain import Chain as Chain
 from ._chain import Outcome as Outcome
@@ -26,7 +27,9 @@ from ._draw import in_bytes as in_bytes
 from ._draw import trace_events as trace_events
 from ._draw import write_trace as write_trace
 from ._execute import Execution as Execution
+from ._execute import Updater as Updater
 from ._execute import execute as execute
+from ._execute import in_slab as in_slab
 from ._hardware import Hardware as Hardware
 from ._hardware import Link as Link
 from ._hardware import Tier as Tier
@@ -44,9 +47,11 @@ from ._plan import keep_all as keep_all
 from ._plan import offload_all as offload_all
 from ._plan import plan as plan
 from ._plan import recompute_all as recompute_all
+from ._pool import tree_bytes as tree_bytes
 from ._profile import LiveBytes as LiveBytes
 from ._profile import SegmentProfile as SegmentProfile
 from ._profile import Sizes as Sizes
+from ._profile import UpdateBytes as UpdateBytes
 from ._profile import Variant as Variant
 from ._profile import least as least
 from ._profile import profile_chain as profile_chain
@@ -63,11 +68,13 @@ from ._schedule import Fetch as Fetch
 from ._schedule import Forward as Forward
 from ._schedule import Gather as Gather
 from ._schedule import Instruction as Instruction
+from ._schedule import Norm as Norm
 from ._schedule import Offload as Offload
 from ._schedule import ReduceScatter as ReduceScatter
 from ._schedule import Release as Release
 from ._schedule import Schedule as Schedule
 from ._schedule import ScheduleError as ScheduleError
+from ._schedule import Update as Update
 from ._schedule import Value as Value
 from ._schedule import describe as describe
 from ._schedule import stream_of as stream_of

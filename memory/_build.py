@@ -16,10 +16,12 @@ from ._schedule import (
     Forward,
     Gather,
     Instruction,
+    Norm,
     Offload,
     ReduceScatter,
     Release,
     Schedule,
+    Update,
     Value,
 )
 
@@ -53,6 +55,17 @@ class Gathers(NamedTuple):
     """After how many further runs of segments a gradient's memory is given back: time for its reduction to end."""
 
 
+class Updates(NamedTuple):
+    """How the optimizer runs: layer by layer, each layer's state in HBM for its update."""
+
+    homes: Mapping[str, str] = {}
+    """The tier in which each layer's state lies between steps; of one that is not named, HBM."""
+    lag: int = 1
+    """After how many further updates a state that lies elsewhere leaves HBM: time for its copy to end."""
+    lead: int = 1
+    """How many updates before its own it is fetched."""
+
+
 def make_schedule(
     chain: Chain,
     recipes: Mapping[str, Recipe] | None = None,
@@ -60,6 +73,7 @@ def make_schedule(
     microbatches: int = 1,
     order: Order = "depth_first",
     gathers: Gathers | None = None,
+    updates: Updates | None = None,
     lag: int = 1,
     lead: int = 1,
 ) -> Schedule:
@@ -72,6 +86,7 @@ def make_schedule(
       order: ``depth_first`` takes each microbatch through all segments before the next; ``layer_major`` takes all
         through a segment before the next segment, so that a gather serves all of them.
       gathers: of layers that are not whole here; by default all are resident.
+      updates: of the optimizer; by default it is not part of the schedule.
       lag: after how many further runs of segments an offloaded value leaves HBM: time for its copy to end.
       lead: how many runs of segments before its use a value is fetched.
 
@@ -79,8 +94,8 @@ def make_schedule(
       a schedule that ``verify`` passes.
 
     Raises:
-      ValueError: for a recipe of an unknown segment or residual, one that contradicts itself or its neighbour, or
-        numbers below 0 (microbatches below 1).
+      ValueError: for a recipe of an unknown segment or residual, one that contradicts itself or its neighbour, a home
+        of an unknown layer, or numbers below 0 (microbatches below 1).
     """
     check_chain(chain)
     recipes = _complete(chain, recipes or {})
@@ -99,6 +114,12 @@ def make_schedule(
         for layer, size in gathers.sizes.items():
             if size < 0:
                 raise ValueError(f"gathers: {layer} has {size} bytes; must be at least 0")
+    if updates is not None:
+        for name, number in (("updates.lag", updates.lag), ("updates.lead", updates.lead)):
+            if number < 0:
+                raise ValueError(f"{name} = {number}: must be at least 0")
+        if unknown := sorted(set(updates.homes) - set(chain.layers)):
+            raise ValueError(f"updates have homes of the layers {unknown}; the chain has {chain.layers}")
     program = _Program(_compute(chain, recipes, microbatches, order))
     _move(program, chain, recipes, lag, lead)
     resident = frozenset(chain.layers)
@@ -106,7 +127,39 @@ def make_schedule(
         _gather(program, chain, gathers)
         _reduce(program, chain, gathers)
         resident -= set(gathers.sizes)
-    return Schedule(program.instructions(), microbatches, resident)
+    if updates is None:
+        return Schedule(program.instructions(), microbatches, resident)
+    homes = {layer: updates.homes.get(layer, HBM) for layer in chain.layers}
+    instructions = (*program.instructions(), *_update(homes, updates.lag, updates.lead))
+    return Schedule(instructions, microbatches, resident, homes)
+
+
+def _update(homes: Mapping[str, str], lag: int, lead: int) -> list[Instruction]:
+    """The norm, and the update of every layer; states come a few updates early and leave a few late."""
+    layers = list(homes)
+    away = [homes[layer] != HBM for layer in layers]
+    out: list[Instruction] = []
+
+    def fetch(number: int) -> None:
+        if number < len(layers) and away[number]:
+            out.append(Fetch(Value("state", layers[number]), homes[layers[number]]))
+
+    def drop(number: int) -> None:
+        if number >= 0 and away[number]:
+            out.append(Drop(Value("state", layers[number])))
+
+    for number in range(lead):
+        fetch(number)
+    out.append(Norm())
+    for number, layer in enumerate(layers):
+        fetch(number + lead)
+        out.append(Update(layer))
+        if away[number]:
+            out.append(Offload(Value("state", layer), homes[layer]))
+        drop(number - lag)
+    for number in range(max(0, len(layers) - lag), len(layers)):
+        drop(number)
+    return out
 
 
 def _complete(chain: Chain, recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:

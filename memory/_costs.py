@@ -16,7 +16,7 @@ from ._chain import Chain, Parameters, Segment
 from ._hardware import Hardware, Link
 from ._profile import Sizes, Variant, variants_of
 from ._replay import record_segment, run_backward, run_segment
-from ._schedule import HBM, Backward, Fetch, Forward, Gather, Instruction, Offload, ReduceScatter, Schedule
+from ._schedule import HBM, Backward, Fetch, Forward, Gather, Instruction, Offload, ReduceScatter, Schedule, Update
 
 
 class SegmentSeconds(NamedTuple):
@@ -30,7 +30,7 @@ class SegmentSeconds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds of everything that a schedule does. Freeing takes none."""
+    """Seconds of everything that a schedule does. Freeing takes none, nor does the norm of the gradient."""
 
     segments: Mapping[str, SegmentSeconds]
     gather: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -41,6 +41,8 @@ class Costs:
     """From HBM, by tier."""
     read: Mapping[str, Link] = dataclasses.field(default_factory=dict)
     """To HBM, by tier."""
+    update: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Of the optimizer, by layer."""
     one_link: bool = False
     """Gathers and reductions go over one link, one after the other."""
 
@@ -74,6 +76,8 @@ class Costs:
                 return self.gather[layer]
             case ReduceScatter(layer):
                 return self.reduce[layer]
+            case Update(bucket):
+                return self.update[bucket]
             case Offload(value, tier):
                 return self.write[tier].seconds(sizes.value(value))
             case Fetch(value, tier):

@@ -10,9 +10,11 @@ from typing import Any
 from ._chain import Chain
 from ._plan import Plan
 from ._schedule import (
+    HBM,
     Backward,
     Forward,
     Schedule,
+    Update,
     describe,
     stream_of,
 )
@@ -53,7 +55,7 @@ def trace_events(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
             "ts": start * MICROSECONDS,
             "args": {"instruction": number, "critical": number in critical},
         }
-        lasts = isinstance(one, Forward | Backward) or stream_of(one) != "compute"
+        lasts = isinstance(one, Forward | Backward | Update) or stream_of(one) != "compute"
         event |= {"ph": "X", "dur": (end - start) * MICROSECONDS} if lasts else {"ph": "i", "s": "t"}
         events.append(event)
     for tier, steps in timeline.memory.items():
@@ -119,7 +121,9 @@ def draw(
 
 
 def explain(plan: Plan) -> str:
-    """Five lines: the result, what becomes of saved values, the copies, what bounds the step, what else there is."""
+    """Five lines: the result, what becomes of saved values and of the optimizer's state, the copies, what bounds the
+    step, what else there is.
+    """
     return "\n".join((_result(plan), _saved(plan), _copies(plan), _bounds(plan), _alternatives(plan)))
 
 
@@ -147,7 +151,18 @@ def _saved(plan: Plan) -> str:
         else:
             parts = [f"{_ranges(numbers)} {words}" for words, numbers in recipes.items()]
             kinds.append(f"{kind} ({total}): " + ", ".join(parts))
-    return "saved: " + "; ".join(kinds)
+    return "saved: " + "; ".join(kinds) + _states(plan)
+
+
+def _states(plan: Plan) -> str:
+    """Where the optimizer's state is, if it is part of the schedule."""
+    homes = list(plan.schedule.homes.values())
+    away = {tier: homes.count(tier) for tier in dict.fromkeys(homes) if tier != HBM}
+    if not away:
+        return "; optimizer state in hbm" if homes else ""
+    return "; optimizer state " + " and ".join(
+        f"of {count} of {len(homes)} layers in {tier}, fetched for each update" for tier, count in away.items()
+    )
 
 
 def _recipe(plan: Plan, name: str) -> str:

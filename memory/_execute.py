@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ from ._schedule import (
     Forward,
     Gather,
     Instruction,
+    Norm,
     Offload,
     Place,
     ReduceScatter,
     Release,
     Schedule,
+    Update,
     Value,
 )
 from ._store import Store
@@ -37,8 +39,34 @@ class Execution(NamedTuple):
     """What a schedule computed."""
 
     loss: Tensor  # []; summed over the microbatches
-    gradients: dict[str, Tree]  # by layer, as the store gives them
+    gradients: dict[str, Tree]  # by layer, as the store gives them; none where the schedule has updates
     metrics: tuple[tuple[Tree, ...], ...]  # of each microbatch, of each segment
+
+
+class Updater(Protocol):
+    """The optimizer of a step, layer by layer. The parameters are its own; states come and go by the schedule."""
+
+    def state(self, layer: str) -> Tree:
+        """The layer's state before the step, in its home."""
+        ...
+
+    def home(self, layer: str) -> Tree:
+        """Where the layer's new state goes, if its home is a further tier: tensors like ``state``'s, or those."""
+        ...
+
+    def begin(self, done: Execution) -> None:
+        """Told once, before the first update, what was computed. It must not keep the gradients.
+
+        Takes the norm of the gradient, and decides whether the step is made.
+        """
+        ...
+
+    def update(self, layer: str, gradient: Tree, state: Tree) -> Tree:
+        """Makes the layer's new parameters, and returns the new state: ``state`` itself when no step is made.
+
+        Changes neither argument.
+        """
+        ...
 
 
 def execute(
@@ -49,6 +77,7 @@ def execute(
     *,
     slabs: Mapping[str, int] | None = None,
     copies: Copies | None = None,
+    updater: Updater | None = None,
 ) -> Execution:
     """Runs a schedule that :func:`verify` passed.
 
@@ -62,12 +91,13 @@ def execute(
       chain: what they are for.
       store: the parameters, and where gradients go.
       batches: the microbatches, ``schedule.microbatches`` of them.
-      slabs: bytes of each further tier: the peaks that ``verify`` reported. Reserved at once; a tier that is not named
-        has none.
+      slabs: bytes of each further tier: what ``verify`` reported as ``slab``. Reserved at once; a tier that is not
+        named has none.
       copies: how values get to further tiers; by default within the host's memory.
+      updater: the optimizer, where the schedule has its updates: the results are with it.
 
     Raises:
-      ValueError: for another number of microbatches, or a slab of less than 0 bytes.
+      ValueError: for another number of microbatches, a slab of less than 0 bytes, or updates without an updater.
       MemoryError: when a tier's slab is too small.
     """
     if len(batches) != schedule.microbatches:
@@ -75,7 +105,8 @@ def execute(
     for tier, size in (slabs or {}).items():
         if size < 0:
             raise ValueError(f"slabs: {size} bytes of {tier!r}; at least 0")
-    run = _Run(schedule, chain, store, batches, dict(slabs or {}), HostCopies() if copies is None else copies)
+    copies = HostCopies() if copies is None else copies
+    run = _Run(schedule, chain, store, batches, dict(slabs or {}), copies, updater)
     for instruction in schedule:
         run.step(instruction)
     return run.outcome()
@@ -84,7 +115,7 @@ def execute(
 class _Piece(NamedTuple):
     """A value's copy in a further tier."""
 
-    offset: int
+    offset: int  # in its slab; -1 of a state, which is at home
     tree: Tree
 
 
@@ -99,6 +130,7 @@ class _Run:
         batches: Sequence[Any],
         slabs: dict[str, int],
         copies: Copies,
+        updater: Updater | None,
     ) -> None:
         self.chain, self.index, self.store, self.copies = chain, ChainIndex(chain), store, copies
         self.batches: list[Any] = list(batches)
@@ -116,6 +148,21 @@ class _Run:
         self.losses: dict[tuple[int, str], Tensor | None] = {}
         self.metrics: dict[tuple[int, str], Tree] = {}
         self.backwards_left = dict.fromkeys(range(len(batches)), len(chain.segments))
+        self.homes = schedule.homes
+        self.gradients: dict[str, Tree] | None = None  # once the norm is taken
+        self._updater = updater
+        for layer, tier in schedule.homes.items():
+            state = Value("state", layer)
+            if tier == HBM:
+                self.values[state] = self.updater.state(layer)
+            else:
+                self.pieces[Place(state, tier)] = _Piece(-1, self.updater.state(layer))
+
+    @property
+    def updater(self) -> Updater:
+        if self._updater is None:
+            raise ValueError("the schedule has updates: it needs an updater")
+        return self._updater
 
     def step(self, instruction: Instruction) -> None:
         match instruction:
@@ -135,6 +182,12 @@ class _Run:
                 self._drop(value, tier)
             case ReduceScatter(layer):
                 self.store.reduce(layer)
+            case Norm():
+                done = self.outcome()
+                self.updater.begin(done)
+                self.gradients = done.gradients
+            case Update(bucket):
+                self._update(bucket)
 
     def outcome(self) -> Execution:
         loss: Tensor | None = None
@@ -149,7 +202,7 @@ class _Run:
             tuple(self.metrics[microbatch, segment.name] for segment in self.chain.segments)
             for microbatch in range(len(self.batches))
         )
-        return Execution(loss, self.store.gradients(), metrics)
+        return Execution(loss, self.store.gradients() if self.gradients is None else {}, metrics)
 
     def _forward(self, one: Forward) -> None:
         segment = self.index[one.segment]
@@ -210,8 +263,26 @@ class _Run:
             self.contexts.pop(microbatch, None)
             self.batches[microbatch] = None
 
+    def _update(self, layer: str) -> None:
+        value = Value("state", layer)
+        state = self._value(value)
+        if self.gradients is None:
+            raise ValueError(f"update of {layer} before the norm of the gradient")
+        self.values[value] = self.updater.update(layer, self.gradients.pop(layer), state)
+        if self.homes[layer] != HBM:
+            self._left(Place(value))
+            self._spoil(state)
+
     def _offload(self, value: Value, tier: str) -> None:
         tree = self._value(value)
+        if value.kind == "state":
+            place = Place(value, tier)
+            self._arrived(place)
+            self._left(place)
+            home = self.updater.home(value.of)
+            self.pieces[place] = _Piece(-1, home)
+            self._copy(tree, home, Place(value), place)
+            return
         fit = self.fits.get(tier)
         size = tree_bytes(tree)
         if fit is None:
@@ -220,7 +291,7 @@ class _Run:
         slab = self.slabs[tier]
         if fit.peak > len(slab):
             raise MemoryError(f"offload of the {value}: {size:,} bytes do not fit in the {len(slab):,} of {tier!r}")
-        copied = _in_slab(tree, slab[offset : offset + size])
+        copied = in_slab(tree, slab[offset : offset + size])
         self.pieces[Place(value, tier)] = _Piece(offset, copied)
         self._copy(tree, copied, Place(value), Place(value, tier))
 
@@ -245,8 +316,7 @@ class _Run:
             return
         place = Place(value, tier)
         self._arrived(place)
-        for copy in self.leaving.pop(place, ()):
-            copy.wait()
+        self._left(place)
         if tier == HBM:
             self._spoil(self.values.pop(value))
         else:
@@ -266,6 +336,10 @@ class _Run:
 
     def _arrived(self, place: Place) -> None:
         for copy in self.arriving.pop(place, ()):
+            copy.wait()
+
+    def _left(self, place: Place) -> None:
+        for copy in self.leaving.pop(place, ()):
             copy.wait()
 
     def _context(self, microbatch: int) -> Any:
@@ -290,7 +364,7 @@ def _storages(tree: Tree) -> set[int]:
     return {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(tree) if is_tensor(leaf)}
 
 
-def _in_slab(tree: Tree, piece: Tensor) -> Tree:
+def in_slab(tree: Tree, piece: Tensor) -> Tree:
     """Tensors like those of ``tree``, strides included, one after the other in ``piece`` (uint8)."""
     leaves, spec = pytree.tree_flatten(tree)
     placed, offset = [], 0

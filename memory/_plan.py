@@ -16,12 +16,12 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from ._build import Gathers, Order, Policy, Recipe, make_schedule
+from ._build import Gathers, Order, Policy, Recipe, Updates, make_schedule
 from ._chain import Chain, Segment, check_chain
 from ._costs import Costs
 from ._plan_model import Choices, Model, Numbers, make_model, policies_of, solve
 from ._profile import Sizes
-from ._schedule import HBM, HOST, Backward, Forward, Schedule, describe
+from ._schedule import HBM, HOST, Backward, Fetch, Forward, Norm, Schedule, describe
 from ._simulate import Timeline, run_times, simulate, working_bytes
 from ._verify import TierReport, fixed_contents, verify
 
@@ -113,6 +113,7 @@ def plan(
     microbatches: int = 1,
     order: Order = "depth_first",
     gathers: Gathers | None = None,
+    updates: Updates | None = None,
     recipes: Mapping[str, Sequence[Recipe]] | None = None,
     paces: Sequence[Pace] = PACES,
     effort: int = EFFORT,
@@ -124,7 +125,7 @@ def plan(
       sizes: bytes of everything.
       costs: seconds of everything; values may go to the tiers that it has links for.
       budgets: bytes of each tier; one that is missing has no limit.
-      microbatches, order, gathers: as :func:`make_schedule` takes them.
+      microbatches, order, gathers, updates: as :func:`make_schedule` takes them.
       recipes: what segments may take, by their kind; a kind that is not named may take all that is not worse in every
         respect (:func:`candidate_recipes`).
       paces: among which copies' times are chosen, the likeliest first.
@@ -147,7 +148,7 @@ def plan(
     if not paces:
         raise ValueError("paces is empty: at least one is needed")
     chosen = tuple(_recipes_of(segment, chain, sizes, costs, recipes or {}) for segment in chain.segments)
-    problem = _Problem(chain, sizes, costs, dict(budgets), microbatches, order, gathers, chosen)
+    problem = _Problem(chain, sizes, costs, dict(budgets), microbatches, order, gathers, updates, chosen)
     return _Search(problem, tuple(paces), effort).run()
 
 
@@ -244,6 +245,7 @@ class _Problem:
     microbatches: int
     order: Order
     gathers: Gathers | None
+    updates: Updates | None
     recipes: tuple[tuple[Recipe, ...], ...]
 
     def schedule(self, recipes: Mapping[str, Recipe], pace: Pace) -> Schedule:
@@ -253,6 +255,7 @@ class _Problem:
             microbatches=self.microbatches,
             order=self.order,
             gathers=self.gathers,
+            updates=self.updates,
             lag=pace.lag,
             lead=pace.lead,
         )
@@ -301,8 +304,10 @@ class _Search:
         self.trials: dict[tuple[Choices, Pace], _Trial] = {}
         self.models: dict[Pace, Model] = {}
         self.bases: dict[Pace, Numbers] = {}
+        plain = problem.schedule(recompute_all(problem.chain), paces[0])
+        self.fixed = fixed_contents(problem.sizes, plain)
         self.limits = {
-            tier: budget - sum(problem.sizes.resident.get(tier, {}).values())
+            tier: budget - sum(self.fixed.get(tier, {}).values())
             for tier, budget in problem.budgets.items()
             if tier != HBM
         }
@@ -329,7 +334,7 @@ class _Search:
     def _check_residents(self) -> None:
         for tier, left in self.limits.items():
             if left < 0:
-                contents = self.problem.sizes.resident[tier]
+                contents = self.fixed[tier]
                 listed = ", ".join(f"{name}: {size:,}" for name, size in contents.items())
                 raise PlanError(
                     f"the budget of {tier} is {self.problem.budgets[tier]:,} bytes; what is there all the time takes "
@@ -429,6 +434,8 @@ class _Search:
         seen: set[tuple[str, int]] = set()
         run = 0
         for index, one in enumerate(trial.schedule):
+            if isinstance(one, Norm) or (isinstance(one, Fetch) and one.value.kind == "state"):
+                break  # the optimizer's part, which no recipe changes
             if isinstance(one, Forward | Backward):
                 place = number[one.segment]
                 replay = count + 2 * (count - 1 - place)

@@ -90,6 +90,18 @@ class SegmentProfile:
     backward_flops: Mapping[tuple[str, ...], int]
 
 
+class UpdateBytes(NamedTuple):
+    """What the optimizer's update of one layer takes."""
+
+    state: int
+    """Of the state; the new one is as large."""
+    working: int
+    """At the peak of the update, over what is there before it."""
+    kept: int = 0
+    """What comes to stay: new parameters, and in HBM a new state, beside the old ones. Nothing where they take their
+    memory."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """Bytes of everything that a schedule moves, in the terms of :func:`verify`."""
@@ -107,6 +119,8 @@ class Sizes:
     """What is there all the time, by tier and name: shards, optimizer state."""
     context: int = 0
     """Bytes of a microbatch's context (:func:`profile_context`), from its first run of a segment to its last."""
+    updates: Mapping[str, UpdateBytes] = dataclasses.field(default_factory=dict)
+    """Of each layer, where the optimizer is part of the schedule."""
 
     def value(self, value: Value, given: tuple[str, ...] = ()) -> int:
         """Bytes of a value; of a graph, for the residuals it was given."""
@@ -122,6 +136,12 @@ class Sizes:
                 return self.segments[value.of].graph[self._in_order(value.of, given)]
             case "reduced":
                 return self.reduced_layers[value.of]
+            case "norm":
+                return 0  # a number
+            case "state":
+                return self.updates[value.of].state
+            case "updated":
+                return self.updates[value.of].kept
             case "gradient":
                 raise ValueError("a gradient grows by its segments' leaves: see gradient()")
 

@@ -10,25 +10,35 @@ writes and frees follows from what it is (:func:`effects`), so nobody writes wai
 ``graph``         all that a segment's backward needs, as autograd has saved it: it cannot be moved
 ``cotangent``     the gradient of the loss by a segment's input
 ``gradient``      a layer's gradient in full, summed over microbatches until it is reduced
+``reduced``       this rank's part of a layer's gradient, summed over ranks
+``norm``          of the whole gradient, and with it whether the step is made
+``state``         what the optimizer keeps of a layer: there before the first instruction and after the last
+``updated``       a layer's new parameters
 ================  ==============================================================================================
 
 Recomputing is one more :class:`Forward`, written out where it happens. A value may have a copy in more than one tier;
-only ``input`` and ``residual`` can leave the first.
+only ``input``, ``residual`` and ``state`` can leave the first.
+
+The optimizer may be part of a schedule or not. If it is, ``homes`` says in which tier each layer's state lies between
+steps, and its buckets are the layers: one :class:`Norm`, once every gradient is summed, then an :class:`Update` of
+each. A state in a further tier is fetched for it, and its home is overwritten with the new one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 from ._chain import Chain, Segment
 
-Kind: TypeAlias = Literal["parameters", "input", "residual", "graph", "cotangent", "gradient", "reduced"]
+Kind: TypeAlias = Literal[
+    "parameters", "input", "residual", "graph", "cotangent", "gradient", "reduced", "norm", "state", "updated"
+]
 Stream: TypeAlias = Literal["compute", "gather", "reduce", "to_host", "from_host"]
 
-OF_LAYERS = frozenset({"parameters", "gradient", "reduced"})
-"""Kinds whose values belong to a layer; the others belong to a segment and a microbatch."""
+OF_LAYERS = frozenset({"parameters", "gradient", "reduced", "state", "updated"})
+"""Kinds whose values belong to a layer; the others belong to a segment and a microbatch, ``norm`` to the step."""
 
 HBM = "hbm"
 """The tier in which everything is computed."""
@@ -41,15 +51,19 @@ class Value(NamedTuple):
 
     kind: Kind
     of: str
-    """Its segment; of ``parameters``, ``gradient`` and ``reduced``, its layer."""
+    """Its segment; of the kinds in ``OF_LAYERS``, its layer."""
     microbatch: int = 0
     name: str = ""
     """Of a residual."""
 
     def __str__(self) -> str:
         name = f" {self.name!r}" if self.name else ""
-        batch = "" if self.kind in OF_LAYERS else f" (microbatch {self.microbatch})"
+        batch = "" if self.kind in OF_LAYERS or self == NORM else f" (microbatch {self.microbatch})"
         return f"{self.kind}{name} of {self.of}{batch}"
+
+
+NORM = Value("norm", "the gradient")
+"""There is one in a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +137,20 @@ class ReduceScatter:
     layer: str
 
 
-Instruction: TypeAlias = Gather | Release | Forward | Backward | Offload | Fetch | Drop | ReduceScatter
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """Takes the norm of the whole gradient; whether the step is made follows from it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """Makes a layer's new parameters and the optimizer's new state of it, and frees its gradient."""
+
+    bucket: str
+    """The layer."""
+
+
+Instruction: TypeAlias = Gather | Release | Forward | Backward | Offload | Fetch | Drop | ReduceScatter | Norm | Update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +162,9 @@ class Schedule:
     resident: frozenset[str] = frozenset()
     """Layers whose parameters are whole here all the time: never gathered, and their gradients are results as they
     stand."""
+    homes: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    """The tier in which the optimizer's state of each layer lies between steps. Empty: the optimizer is not part of the
+    schedule, and gradients are its results."""
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self.instructions)
@@ -191,6 +221,10 @@ def describe(instruction: Instruction) -> str:
             return f"drop {value} from {tier}"
         case ReduceScatter(layer):
             return f"reduce {layer}"
+        case Norm():
+            return "norm of the gradient"
+        case Update(bucket):
+            return f"update {bucket}"
 
 
 class Place(NamedTuple):
@@ -212,17 +246,27 @@ class Effects(NamedTuple):
 
 
 class ChainIndex:
-    """A chain's segments by name, and who comes before and after."""
+    """A chain's segments by name, who comes before and after, and what their gradients become.
 
-    def __init__(self, chain: Chain) -> None:
+    Args:
+      chain: the segments.
+      resident: layers whose gradients are not reduced.
+    """
+
+    def __init__(self, chain: Chain, resident: Collection[str] = ()) -> None:
         self.segments = {segment.name: segment for segment in chain.segments}
         names = list(self.segments)
         self.following: dict[str, str | None] = dict(zip(names, [*names[1:], None], strict=True))
         self.preceding: dict[str, str | None] = dict(zip(names, [None, *names[:-1]], strict=True))
         self.layers = chain.layers
+        self.resident = frozenset(resident)
 
     def __getitem__(self, name: str) -> Segment:
         return self.segments[name]
+
+    def summed(self, layer: str) -> Value:
+        """What the optimizer reads of a layer's gradient."""
+        return Value("gradient" if layer in self.resident else "reduced", layer)
 
 
 def effects(instruction: Instruction, chain: ChainIndex) -> Effects:
@@ -255,6 +299,9 @@ def effects(instruction: Instruction, chain: ChainIndex) -> Effects:
                 adds=tuple(Place(Value("gradient", layer)) for layer in chain[name].layers),
                 frees=places,
             )
+        case Offload(Value("state") as value, tier):
+            # Its home has an older one, which is overwritten.
+            return Effects(reads=(Place(value),), adds=(Place(value, tier),))
         case Offload(value, tier):
             return Effects(reads=(Place(value),), writes=(Place(value, tier),))
         case Fetch(value, tier):
@@ -263,6 +310,16 @@ def effects(instruction: Instruction, chain: ChainIndex) -> Effects:
             return Effects(frees=(Place(value, tier),))
         case ReduceScatter(layer):
             return Effects(reads=(Place(Value("gradient", layer)),), adds=(Place(Value("reduced", layer)),))
+        case Norm():
+            return Effects(reads=tuple(Place(chain.summed(layer)) for layer in chain.layers), writes=(Place(NORM),))
+        case Update(bucket):
+            state, gradient = Place(Value("state", bucket)), Place(chain.summed(bucket))
+            return Effects(
+                reads=(Place(NORM), state, gradient),
+                writes=(Place(Value("updated", bucket)),),
+                adds=(state,),
+                frees=(gradient,),
+            )
 
 
 def _read_by_segment(chain: ChainIndex, name: str, microbatch: int, layers: tuple[str, ...]) -> tuple[Place, ...]:

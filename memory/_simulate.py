@@ -33,6 +33,7 @@ from ._schedule import (
     Release,
     Schedule,
     Stream,
+    Update,
     Value,
     effects,
     stream_of,
@@ -122,7 +123,7 @@ def run_times(schedule: Schedule, chain: Chain, seconds: Sequence[float], *, one
       seconds: of each instruction.
       one_link: gathers and reductions go over one link, one after the other in the program's order.
     """
-    index = ChainIndex(chain)
+    index = ChainIndex(chain, schedule.resident)
     begin = (0.0, -1)
     # Of streams, places, buffers and tiers: when the last instruction that matters there is done, and which it is.
     streams: dict[Stream, tuple[float, int]] = {}
@@ -164,7 +165,7 @@ def run_times(schedule: Schedule, chain: Chain, seconds: Sequence[float], *, one
         match one:
             case Release(layer):
                 buffers[gathered.pop(layer)] = done
-            case Forward() | Backward():
+            case Forward() | Backward() | Update():
                 freed[HBM] = done
             case Drop(_, tier):
                 freed[tier] = done
@@ -203,6 +204,8 @@ def working_bytes(schedule: Schedule, sizes: Sizes) -> list[int]:
                 given[one.segment, one.microbatch] = one.given
         elif isinstance(one, Backward):
             working = sizes.backward(one.segment, given[one.segment, one.microbatch])
+        elif isinstance(one, Update):
+            working = sizes.updates[one.bucket].working
         out.append(working)
     return out
 
@@ -223,7 +226,7 @@ def _slab(schedule: Schedule, sizes: Sizes, times: Times, tier: str, fixed: int)
     moments: list[tuple[float, int, int, int]] = []  # seconds; what is given back first; which; its end
     for number, one in enumerate(schedule):
         match one:
-            case Offload(value, to) if to == tier:
+            case Offload(value, to) if to == tier and value.kind != "state":
                 offset = fit.allocate(sizes.value(value))
                 end = offset + aligned(sizes.value(value))
                 pieces[value] = (number, offset, end)

@@ -45,7 +45,7 @@ class Store(Protocol):
         ...
 
     def gradients(self) -> dict[str, Tree]:
-        """What came of it, by layer: trees like the parameters that the store was made of."""
+        """What came of it, by layer: trees like the parameters that the store was made of. Its own no longer."""
         ...
 
 
@@ -66,7 +66,7 @@ class ResidentStore:
 
     def gradients(self) -> dict[str, Tree]:
         """Trees like the parameters; zeros where nothing was added."""
-        return {layer: _filled(tree, self._sums[layer]) for layer, tree in self._parameters.items()}
+        return {layer: _filled(tree, self._sums.pop(layer)) for layer, tree in self._parameters.items()}
 
     def gather(self, layer: str, buffer: int) -> None:
         """Refused."""

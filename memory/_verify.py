@@ -11,6 +11,7 @@ from ._pool import FirstFit
 from ._profile import Sizes
 from ._schedule import (
     HBM,
+    NORM,
     OF_LAYERS,
     Backward,
     ChainIndex,
@@ -20,16 +21,21 @@ from ._schedule import (
     Forward,
     Gather,
     Instruction,
+    Norm,
     Offload,
     Place,
     ReduceScatter,
     Release,
     Schedule,
     ScheduleError,
+    Update,
     Value,
     describe,
     effects,
 )
+
+STATES = "optimizer state"
+"""What the states at home are called among a tier's contents."""
 
 
 class TierReport(NamedTuple):
@@ -39,6 +45,7 @@ class TierReport(NamedTuple):
     at: int  # the instruction during which it is reached
     contents: tuple[tuple[str, int], ...]  # what the tier holds then, in bytes, the largest first
     levels: tuple[int, ...]  # bytes after each instruction
+    slab: int = 0  # bytes to reserve for what is moved to a further tier and back, states at home not among them
 
 
 def verify(
@@ -53,7 +60,9 @@ def verify(
       the same buffers when it runs backwards;
     - decisions are handed to every replay; no residual is handed out twice;
     - every segment of every microbatch runs backwards once; every gradient is reduced once, after its last addition;
-    - at the end nothing is left anywhere.
+    - the optimizer's states, where they are part of it, are each updated once, after every gradient is summed and while
+      the layer is not gathered, and are at home in the end; no older state is taken for a new one;
+    - at the end nothing else is left anywhere.
 
     And within memory: the bytes of each tier after each instruction, and while it runs, are within ``budgets``.
 
@@ -75,7 +84,7 @@ def verify(
     for tier, budget in (budgets or {}).items():
         if budget < 0:
             raise ValueError(f"the budget of {tier} is {budget} bytes; it must be at least 0")
-    state = _State(ChainIndex(chain), schedule)
+    state = _State(ChainIndex(chain, schedule.resident), schedule)
     found: list[Effects] = []
     for index, instruction in enumerate(schedule):
         found.append(state.check(index, instruction))
@@ -96,6 +105,8 @@ def _check_sizes(sizes: Sizes, schedule: Schedule, chain: Chain) -> None:
     for text, known in (("gathered", sizes.gathered_layers), ("reduced", sizes.reduced_layers)):
         if missing := [layer for layer in chain.layers if layer not in schedule.resident and layer not in known]:
             raise ValueError(f"the sizes have no {text} bytes of {missing}, which are not resident")
+    if missing := [layer for layer in schedule.homes if layer not in sizes.updates]:
+        raise ValueError(f"the sizes have no bytes of the updates of {missing}")
 
 
 Refuse: TypeAlias = Callable[[str], NoReturn]
@@ -121,6 +132,12 @@ class _State:
         self.forward: set[tuple[str, int]] = set()
         self.backward: set[tuple[str, int]] = set()
         self.unreduced: set[str] = set()
+        self.live |= {Place(Value("state", layer), tier) for layer, tier in schedule.homes.items()}
+        self.ahead: set[str] = set()  # layers whose state at home is older than the one in HBM
+        if schedule.homes and (odd := sorted(set(schedule.homes) ^ set(chain.layers))):
+            raise ScheduleError(
+                f"the schedule has homes of other states, {odd}; the chain has the layers {chain.layers}"
+            )
         if unknown := sorted(schedule.resident - set(chain.layers)):
             raise ScheduleError(f"the schedule keeps {unknown} resident; the chain has the layers {chain.layers}")
         if schedule.microbatches < 1:
@@ -152,6 +169,8 @@ class _State:
             case Gather(layer, buffer):
                 if layer in self.schedule.resident:
                     refuse("the layer is resident")
+                if Place(Value("updated", layer)) in self.live:
+                    refuse("the layer was updated already")
                 if buffer < 0:
                     refuse("buffers are numbered from 0")
                 if buffer in self.buffers:
@@ -163,9 +182,24 @@ class _State:
                 self._check_forward(instruction, refuse)
             case Backward(segment, microbatch):
                 self._check_backward(segment, microbatch, refuse)
+            case Offload(value) | Fetch(value) if value.kind == "state":
+                if instruction.tier != (home := self.schedule.homes[value.of]):
+                    refuse(f"the state is at home in {home}")
+                if isinstance(instruction, Fetch) and value.of in self.ahead:
+                    refuse("reads a state that was updated since")
             case Offload(value) | Fetch(value):
                 if value.kind not in ("input", "residual"):
                     refuse(f"a {value.kind} cannot leave {HBM}")
+            case Drop(Value("state") as value, tier):
+                if tier == self.schedule.homes[value.of]:
+                    refuse("a state stays at home")
+                if value.of in self.ahead:
+                    refuse(f"loses the {value}, which was updated since it left home")
+            case Norm():
+                self._check_norm(refuse)
+            case Update(bucket):
+                if bucket not in self.schedule.resident and Place(Value("parameters", bucket)) in self.live:
+                    refuse("the layer is gathered")
             case Drop(value):
                 if value.kind not in ("input", "residual", "gradient"):
                     refuse(f"a {value.kind} is not dropped")
@@ -182,7 +216,10 @@ class _State:
 
     def _check_names(self, instruction: Instruction, refuse: Refuse) -> None:
         match instruction:
-            case Gather(layer) | Release(layer) | ReduceScatter(layer):
+            case Norm():
+                if not self.schedule.homes:
+                    refuse("the schedule has no homes of states: the optimizer is not part of it")
+            case Gather(layer) | Release(layer) | ReduceScatter(layer) | Update(layer):
                 if layer not in self.chain.layers:
                     refuse(f"the chain has the layers {self.chain.layers}")
             case Forward(name, microbatch) | Backward(name, microbatch):
@@ -230,6 +267,15 @@ class _State:
             if reducible and Place(Value("gradient", layer)) in self.live and layer not in self.unreduced:
                 refuse(f"adds to the gradient of {layer}, which was reduced and not dropped")
 
+    def _check_norm(self, refuse: Refuse) -> None:
+        for name in self.chain.segments:
+            for microbatch in range(self.schedule.microbatches):
+                if (name, microbatch) not in self.backward:
+                    refuse(f"{name} of microbatch {microbatch} has not run backwards")
+        for layer in self.chain.layers:
+            if layer not in self.schedule.resident and Place(Value("gradient", layer)) in self.live:
+                refuse(f"the gradient of {layer} in full is still there; its part is complete once that is dropped")
+
     def _buffer(self, layer: str) -> int | None:
         return next((buffer for buffer, held in self.buffers.items() if held == layer), None)
 
@@ -255,6 +301,10 @@ class _State:
                 self.unreduced.update(set(self.chain[segment].layers) - self.schedule.resident)
             case ReduceScatter(layer):
                 self.unreduced.discard(layer)
+            case Update(bucket) if self.schedule.homes[bucket] != HBM:
+                self.ahead.add(bucket)
+            case Offload(Value("state") as value):
+                self.ahead.discard(value.of)
 
     def check_end(self) -> None:
         """Raises unless everything was done and nothing is left."""
@@ -267,6 +317,12 @@ class _State:
         expected = {Place(Value("reduced", layer)) for layer in self.chain.layers}
         for layer in self.schedule.resident:
             expected |= {Place(Value("parameters", layer)), Place(Value("gradient", layer))}
+        for layer, home in self.schedule.homes.items():
+            if Place(Value("updated", layer)) not in self.live:
+                raise ScheduleError(f"at the end: {layer} was never updated")
+            if layer in self.ahead:
+                raise ScheduleError(f"at the end: the new state of {layer} is not in {home}")
+            expected |= {Place(NORM), Place(Value("updated", layer)), Place(Value("state", layer), home)}
         if left := sorted(self.live - expected):
             raise ScheduleError(f"at the end: the {left[0].value} is still in {left[0].tier} ({len(left)} such)")
 
@@ -283,6 +339,8 @@ class _Memory:
                 self.runs[one.microbatch] = self.runs.get(one.microbatch, 0) + 1
         self.prepared: set[int] = set()
         self.held: dict[str, dict[Value, int]] = {tier: {} for tier in self.fixed}
+        for layer, tier in schedule.homes.items():
+            self.held[tier][Value("state", layer)] = 0  # counted among what is fixed
         self.slabs: dict[str, FirstFit] = {}
         self.offsets: dict[Place, int] = {}
         self.given: dict[Value, tuple[str, ...]] = {}
@@ -334,6 +392,8 @@ class _Memory:
             return self.sizes.backward(instruction.segment, given)
         if isinstance(instruction, Forward):
             return self.sizes.forward(instruction.segment, instruction.record, instruction.given)
+        if isinstance(instruction, Update):
+            return self.sizes.updates[instruction.bucket].working
         return 0
 
     def _size(self, value: Value, instruction: Instruction) -> int:
@@ -373,14 +433,22 @@ class _Memory:
 
     def reports(self) -> dict[str, TierReport]:
         """What was found of each tier."""
-        return {tier: report._replace(levels=tuple(self.levels[tier])) for tier, report in self.peaks.items()}
+        return {
+            tier: report._replace(
+                levels=tuple(self.levels[tier]), slab=self.slabs[tier].peak if tier in self.slabs else 0
+            )
+            for tier, report in self.peaks.items()
+        }
 
 
 def fixed_contents(sizes: Sizes, schedule: Schedule) -> dict[str, dict[str, int]]:
-    """Bytes that are there all the time, by tier and name: what is resident, and the gather buffers."""
+    """Bytes that are there all the time, by tier and name: what is resident, states at home, the gather buffers."""
     fixed: dict[str, dict[str, int]] = {HBM: {}}
     for tier, contents in sizes.resident.items():
         fixed[tier] = dict(contents)
+    for layer, tier in schedule.homes.items():
+        states = fixed.setdefault(tier, {})
+        states[STATES] = states.get(STATES, 0) + sizes.updates[layer].state
     for buffer, size in buffer_sizes(sizes, schedule).items():
         fixed[HBM][f"gather buffer {buffer}"] = size
     return fixed

@@ -20,9 +20,13 @@ from ._base import EmptyState as EmptyState
 from ._base import GradientTransformation as GradientTransformation
 from ._base import UpdateFn as UpdateFn
 from ._base import apply_updates as apply_updates
+from ._base import apply_updates_in_place as apply_updates_in_place
 from ._base import chain as chain
 from ._base import identity as identity
 from ._base import stateless as stateless
+from ._buckets import Buckets as Buckets
+from ._buckets import BucketStates as BucketStates
+from ._buckets import BucketUpdate as BucketUpdate
 from ._clipping import clip_by_global_norm as clip_by_global_norm
 from ._clipping import global_norm as global_norm
 from ._decay import add_decayed_weights as add_decayed_weights

@@ -8,6 +8,8 @@ A :class:`GradientTransformation` is two pure functions: ``init(params) -> state
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import torch
+
 from . import _tree
 from ._elementwise import add, check_no_transform
 from ._tree import Tree
@@ -118,3 +120,19 @@ def apply_updates(params: Tree, updates: Tree, *, foreach: bool = True) -> Tree:
     # A wider update promotes the sum; the parameter keeps its dtype.
     out = [y if x.dtype == y.dtype else y.to(x.dtype) for x, y in zip(leaves, out, strict=True)]
     return _tree.unflatten(out, spec)
+
+
+def apply_updates_in_place(params: Tree, updates: Tree) -> None:
+    """Write what :func:`apply_updates` returns, bit for bit, over ``params``: for those that nobody else needs.
+
+    Args:
+        params: tree of tensors that do not require a gradient.
+        updates: congruent tree.
+
+    Raises:
+        ValueError: the trees or a shape differ; the leaf's path is named.
+    """
+    leaves, _ = _tree.flatten(params)
+    new = _tree.check_congruent(params, updates, "apply_updates_in_place: the updates", dtype=False)
+    if leaves:
+        torch._foreach_add_(leaves, new)

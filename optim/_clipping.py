@@ -1,6 +1,9 @@
 """Clipping by the global norm, whose computation is an argument because it is not elementwise."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +40,37 @@ _norm_here = global_norm
 """The same function, where the argument of :func:`clip_by_global_norm` hides its name."""
 
 
+class _Part(NamedTuple):
+    """A part of a gradient whose norm is known."""
+
+    leaves: frozenset[int]  # ids
+    norm: Tensor
+
+    def norm_of(self, leaves: list[Tensor]) -> Tensor:
+        if frozenset(map(id, leaves)) != self.leaves:
+            raise ValueError(
+                "clip_by_global_norm in a bucket is given something else than the bucket's gradient; in buckets it can "
+                "only clip the whole gradient, before anything changes it"
+            )
+        return self.norm
+
+
+_PART: ContextVar[_Part | None] = ContextVar("part of a gradient", default=None)
+
+
+@contextlib.contextmanager
+def part_of_gradient(updates: Tree, norm: Tensor) -> Iterator[None]:
+    """Within it :func:`clip_by_global_norm` is given ``updates``, a part of a gradient whose norm is ``norm``.
+
+    An argument of every transformation in between would be the other way to tell it.
+    """
+    token = _PART.set(_Part(frozenset(map(id, _tree.leaves_of(updates))), norm))
+    try:
+        yield
+    finally:
+        _PART.reset(token)
+
+
 def clip_by_global_norm(
     max_norm: float, global_norm: Callable[[Tree], Tensor] | None = None, *, foreach: bool = True
 ) -> GradientTransformation:
@@ -58,7 +92,11 @@ def clip_by_global_norm(
         leaves, spec = _tree.flatten(updates)
         if foreach:
             check_no_transform(leaves, "clip_by_global_norm")
-        norm = _norm_here(updates, foreach=foreach) if global_norm is None else global_norm(updates)
+        part = _PART.get()
+        if part is not None:
+            norm = part.norm_of(leaves)
+        else:
+            norm = _norm_here(updates, foreach=foreach) if global_norm is None else global_norm(updates)
         factor = torch.where(norm < max_norm, 1.0, max_norm / norm)
         return _tree.unflatten(scale(leaves, factor, foreach=foreach), spec)
 

@@ -62,7 +62,8 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
 
     Raises:
         ValueError: in ``init`` and ``update``: a leaf without a label, a label for no leaf, a label that no
-            transformation has, a transformation that no leaf uses. The path and the label are named.
+            transformation has, a transformation that no leaf uses (unless leaves are masked). The path and the label
+            are named.
 
     Example:
         >>> tx = partition({"muon": muon(0.02, axes), "adamw": adamw(3e-4)}, labels)
@@ -79,7 +80,8 @@ def partition(transforms: Mapping[str, GradientTransformation], labels: Labels) 
                 path = _tree.leaf_paths(params)[index]
                 raise ValueError(f"leaf {path!r} has the label {label!r}; transformations are {list(transforms)}")
         unused = [label for label in transforms if label not in set(leaves)]
-        if unused:
+        # A part of a tree need not have every label.
+        if unused and not _tree.is_part(params):
             raise ValueError(f"no leaf has the label {unused[0]!r}; labels in use are {sorted(set(leaves))}")
         return leaves
 

@@ -177,8 +177,8 @@ def _orthogonalise(
 ) -> Tensor:
     """Normalise and iterate one stack [batch, rows, cols]."""
     tall = x.shape[-2] > x.shape[-1]
-    y = _normalise(x.to(exact)).to(compute)
-    y = (y.mT if tall else y).contiguous()
+    # Contiguous first: a norm is summed in the order of memory, and how a matrix comes must not change its bits.
+    y = _normalise((x.mT if tall else x).contiguous().to(exact)).to(compute)
     y = _gram(y, triples) if gram else _standard(y, triples)
     return y.mT if tall else y
 

@@ -84,6 +84,14 @@ def _collect(node: Tree, out: list[Any]) -> None:
         out.extend(pytree.tree_leaves(node))
 
 
+def is_part(tree: Tree) -> bool:
+    """Return whether a :class:`MaskedNode` stands for anything in ``tree``."""
+    return any(
+        isinstance(node, MaskedNode)
+        for node in pytree.tree_leaves(tree, is_leaf=lambda node: isinstance(node, MaskedNode))
+    )
+
+
 def flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of ``tree`` in order, and its structure: the tree itself, for :func:`unflatten`."""
     return leaves_of(tree), tree

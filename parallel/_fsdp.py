@@ -370,7 +370,7 @@ class ShardedStore:
         """What this rank keeps of every layer's gradient, in the shards' dtype; zeros where nothing was added."""
         out = {}
         for layer, shards in self._shards.items():
-            paths, reduced = self._layers._layers[layer].paths, self._reduced[layer]
+            paths, reduced = self._layers._layers[layer].paths, self._reduced.pop(layer)
             leaves = [
                 reduced[path].to(shard.dtype) if path in reduced else torch.zeros_like(shard)
                 for path, shard in zip(paths, shards, strict=True)

@@ -109,7 +109,7 @@ def owner_orthogonalize(
         )
     }
 
-    @functools.lru_cache(maxsize=1)  # axes are the same at every step
+    @functools.cache  # axes are the same at every step; there is one plan, or one for each bucket of layers
     def plan(leaves: tuple[PlacedLeaf, ...]) -> Plan:
         return make_plan(
             leaves,

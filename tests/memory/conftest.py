@@ -11,18 +11,22 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from functional_moe.memory import (
+    HBM,
     Chain,
+    Execution,
     ResidentStore,
     Result,
+    Schedule,
     Segment,
     Sizes,
+    UpdateBytes,
     add_leaves,
     leaf_paths,
     profile_chain,
     profile_context,
     run_chain,
 )
-from functional_moe.memory._execute import _in_slab as place
+from functional_moe.memory import in_slab as place
 from functional_moe.memory._pool import tree_bytes
 
 WIDTH, ROWS = 8, 6
@@ -250,7 +254,6 @@ class RingStore:
             leaf.fill_(torch.nan)
 
     def gradients(self) -> dict[str, Any]:
-        assert not self.held
         assert not self.full
         assert not self.reducing
         found = dict(self.resident.gradients())
@@ -259,6 +262,83 @@ class RingStore:
             leaves = [sums[path] for path in leaf_paths(tree)]
             found[layer] = pytree.tree_unflatten(leaves, pytree.tree_structure(tree))
         return found
+
+
+class Momentum:
+    """An optimizer of layers, with momentum: an ``Updater``. Parameters and states are its own, and new each time.
+
+    A step whose norm exceeds ``limit`` is not made.
+    """
+
+    def __init__(self, parameters: dict[str, Any], states: dict[str, Any], limit: float = float("inf")) -> None:
+        self.parameters, self.states, self.limit = parameters, states, limit
+        self.homes = {layer: pytree.tree_map(torch.empty_like, state) for layer, state in states.items()}
+        self.new: dict[str, Any] = {}
+        self.made = dict(states)
+        self.gradients: dict[str, Any] = {}
+        self.loss: Tensor | None = None
+        self.metrics: Any = None
+
+    def state(self, layer: str) -> Any:
+        return self.states[layer]
+
+    def home(self, layer: str) -> Any:
+        return self.homes[layer]
+
+    def begin(self, done: Execution) -> None:
+        assert self.loss is None
+        self.loss, self.metrics = done.loss, done.metrics
+        self.gradients = pytree.tree_map(torch.clone, dict(done.gradients))
+        norm = sum(leaf.square().sum() for leaf in pytree.tree_leaves(done.gradients))
+        self.factor = torch.rsqrt(torch.as_tensor(norm))
+        self.makes = bool(norm <= self.limit)
+
+    def update(self, layer: str, gradient: Any, state: Any) -> Any:
+        assert layer not in self.new
+        if not self.makes:
+            self.new[layer] = self.parameters[layer]
+            return state
+        new = pytree.tree_map(lambda m, g: 0.9 * m + self.factor * g, state, gradient)
+        self.new[layer] = pytree.tree_map(lambda p, m: p - 0.1 * m, self.parameters[layer], new)
+        self.made[layer] = new
+        return new
+
+    def results(self, schedule: Schedule) -> tuple[dict[str, Any], dict[str, Any]]:
+        """New parameters, and the states where they are at home."""
+        homes = schedule.homes
+        return self.new, {
+            layer: self.made[layer] if home == HBM else self.homes[layer] for layer, home in homes.items()
+        }
+
+
+def make_states(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Momenta of a few steps, as it were."""
+    generator = torch.Generator().manual_seed(5)
+    return pytree.tree_map(lambda leaf: torch.randn(leaf.shape, generator=generator), parameters)
+
+
+def update_bytes(parameters: dict[str, Any]) -> dict[str, UpdateBytes]:
+    """What :class:`Momentum` takes of each layer: new parameters stay beside the old."""
+    sizes = layer_bytes(parameters)
+    return {layer: UpdateBytes(size, 3 * size, size) for layer, size in sizes.items()}
+
+
+def check_updated(
+    updater: Momentum, schedule: Schedule, parameters: dict[str, Any], states: dict[str, Any], expected: Reference
+) -> None:
+    """Bit for bit what the optimizer makes of the gradient that it was given, which is the expected one."""
+    assert updater.loss is not None
+    found = Execution(updater.loss, updater.gradients, updater.metrics)
+    check_equal(found, expected, exact=False)
+    plain = Momentum(parameters, states, updater.limit)
+    plain.begin(found)
+    new = {layer: plain.update(layer, updater.gradients[layer], states[layer]) for layer in parameters}
+    found_parameters, found_states = updater.results(schedule)
+    for ours, theirs in ((found_parameters, plain.new), (found_states, new)):
+        assert ours.keys() == theirs.keys()
+        for layer in theirs:
+            pairs = zip(pytree.tree_leaves(ours[layer]), pytree.tree_leaves(theirs[layer]), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), layer
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -15,6 +16,8 @@ from functional_moe.memory import (
     Recipe,
     Schedule,
     Timeline,
+    UpdateBytes,
+    Updates,
     describe,
     draw,
     make_schedule,
@@ -27,7 +30,13 @@ from tests.memory.synthetic import Layer, Problem, make_problem
 def simulated() -> tuple[Problem, Schedule, Timeline]:
     problem = make_problem([Layer()] * 4, gather=0.5, reduce=0.5)
     recipes = {f"layer{number}": Recipe(False, "offload", {"core": "keep"}) for number in (1, 2)}
-    schedule = make_schedule(problem.chain, recipes, gathers=Gathers({"layer0": 2048, "layer1": 2048}))
+    layers = problem.chain.layers
+    problem = problem._replace(
+        sizes=dataclasses.replace(problem.sizes, updates=dict.fromkeys(layers, UpdateBytes(512, 64))),
+        costs=dataclasses.replace(problem.costs, update=dict.fromkeys(layers, 0.5)),
+    )
+    gathers, updates = Gathers({"layer0": 2048, "layer1": 2048}), Updates({"layer0": HOST, "head": HOST})
+    schedule = make_schedule(problem.chain, recipes, gathers=gathers, updates=updates)
     return problem, schedule, simulate(schedule, *problem)
 
 

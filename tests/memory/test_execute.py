@@ -215,8 +215,8 @@ def test_views_and_tensors_that_are_saved_twice_come_back(data: st.DataObject) -
     """torchtune 1867, Megatron 7398, torchtitan PR 2581: pooled buffers, a tensor saved twice, views."""
     depth, microbatches = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     chain = aliasing(depth)
-    parameters = {"p": {"scale": torch.tensor([0.7, -1.3, 0.4])}}
-    batches = [{"x": torch.arange(12.0).view(4, 3) / 9 + index} for index in range(microbatches)]
+    parameters = {"p": {"scale": torch.tensor([0.7, -1.3, 0.4], dtype=torch.float64)}}
+    batches = [{"x": torch.arange(12.0, dtype=torch.float64).view(4, 3) / 9 + index} for index in range(microbatches)]
     chosen = {}
     for index, segment in enumerate(chain.segments[1:-1]):
         policies = {name: data.draw(st.sampled_from(POLICIES)) for name in segment.residuals}
@@ -227,8 +227,8 @@ def test_views_and_tensors_that_are_saved_twice_come_back(data: st.DataObject) -
     found = run(schedule, chain, parameters, batches, data.draw(st.integers(0, 99)))
     expected = reference(chain, parameters, batches)
     assert torch.equal(found.loss, expected.loss)
-    # One leaf of all segments, whose summands come in another order.
-    torch.testing.assert_close(found.gradients["p"], expected.gradients["p"], rtol=1e-5, atol=1e-6)
+    # One leaf of all segments, whose summands come in another order and may cancel: in float32 by 2e-5.
+    torch.testing.assert_close(found.gradients["p"], expected.gradients["p"], rtol=1e-9, atol=1e-9)
 
 
 def test_an_output_that_its_own_graph_has_saved_outlives_its_drop() -> None:

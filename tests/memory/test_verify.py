@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch.utils import _pytree as pytree
 
 from functional_moe.memory import (
     HBM,
@@ -29,6 +31,7 @@ from functional_moe.memory import (
     ScheduleError,
     Segment,
     Sizes,
+    Updates,
     Value,
     buffer_sizes,
     describe,
@@ -38,15 +41,19 @@ from functional_moe.memory import (
 )
 from tests.memory.conftest import (
     Counter,
+    Momentum,
     Reference,
     RingStore,
     check_equal,
+    check_updated,
     layer_bytes,
     make_batch,
     make_chain,
     make_parameters,
     make_sizes,
+    make_states,
     reference,
+    update_bytes,
 )
 
 DEPTH = 2
@@ -63,7 +70,10 @@ def mutants(schedule: Schedule, chain: Chain, random_: random.Random) -> Iterato
     def value(one: Value) -> Value:
         field = random_.choice(["kind", "of", "microbatch", "name"])
         choices = {
-            "kind": ["parameters", "input", "residual", "graph", "cotangent", "gradient", "reduced"],
+            "kind": [
+                *("parameters", "input", "residual", "graph", "cotangent", "gradient", "reduced"),
+                *("norm", "state", "updated"),
+            ],
             "of": [*names, *chain.layers, "nothing"],
             "microbatch": [-1, *range(schedule.microbatches + 1)],
             "name": ["", "nothing", *residuals],
@@ -74,7 +84,7 @@ def mutants(schedule: Schedule, chain: Chain, random_: random.Random) -> Iterato
         field = random_.choice(dataclasses.fields(one)).name
         current = getattr(one, field)
         match field:
-            case "layer":
+            case "layer" | "bucket":
                 new: Any = other(current, [*chain.layers, "nothing"])
             case "segment":
                 new = other(current, [*names, "nothing"])
@@ -113,7 +123,7 @@ def mutants(schedule: Schedule, chain: Chain, random_: random.Random) -> Iterato
                 changed.insert(near, changed[index])
             case "move":
                 changed.insert(near, changed.pop(index))
-            case "field":
+            case "field" if dataclasses.fields(changed[index]):
                 changed[index] = field_changed(changed[index])
             case "forget":
                 given = [index for index, one in enumerate(changed) if isinstance(one, Forward) and one.given]
@@ -124,15 +134,19 @@ def mutants(schedule: Schedule, chain: Chain, random_: random.Random) -> Iterato
                     lost = random_.choice(one.given)
                     changed[index] = dataclasses.replace(one, given=tuple(name for name in one.given if name != lost))
             case "of all":
-                if random_.random() < 0.5:
-                    count = schedule.microbatches + random_.choice([-1, 1])
-                    yield Schedule(tuple(changed), count, schedule.resident)
-                else:
-                    layer = random_.choice(chain.layers)
-                    yield Schedule(tuple(changed), schedule.microbatches, schedule.resident ^ {layer})
+                layer = random_.choice(chain.layers)
+                match random_.choice(["microbatches", "resident", "homes"]):
+                    case "microbatches":
+                        count = schedule.microbatches + random_.choice([-1, 1])
+                        yield dataclasses.replace(schedule, microbatches=count)
+                    case "resident":
+                        yield dataclasses.replace(schedule, resident=schedule.resident ^ {layer})
+                    case "homes":
+                        home = other(schedule.homes.get(layer), [HBM, HOST, "nvme"])
+                        yield dataclasses.replace(schedule, homes={**schedule.homes, layer: home})
                 continue
         if tuple(changed) != instructions:
-            yield Schedule(tuple(changed), schedule.microbatches, schedule.resident)
+            yield dataclasses.replace(schedule, instructions=tuple(changed))
 
 
 def some_schedule(chain: Chain, sizes: dict[str, int], random_: random.Random) -> tuple[Schedule, dict[str, int]]:
@@ -155,12 +169,15 @@ def some_schedule(chain: Chain, sizes: dict[str, int], random_: random.Random) -
             },
         )
     gathered = {layer: sizes[layer] for layer in chain.layers if random_.random() < 0.6}
+    homes = {layer: random_.choice([HBM, HOST, HOST, "nvme"]) for layer in chain.layers}
+    updates = Updates(homes, random_.randint(0, 2), random_.randint(0, 2)) if random_.random() < 0.5 else None
     schedule = make_schedule(
         chain,
         recipes,
         microbatches=random_.randint(1, 2),
         order=random_.choice(["depth_first", "layer_major"]),
         gathers=Gathers(gathered, random_.randint(0, 2), random_.random() < 0.7) if gathered else None,
+        updates=updates,
         lag=random_.randint(0, 2),
         lead=random_.randint(0, 2),
     )
@@ -178,7 +195,8 @@ def check_mutants(count: int, seed: int) -> tuple[int, int]:
     chain, parameters = make_chain(DEPTH, counter), make_parameters(DEPTH)
     batches = [make_batch(0), make_batch(1)]
     expected: dict[int, Reference] = {number: reference(chain, parameters, batches[:number]) for number in (1, 2)}
-    whole = make_sizes(chain, parameters, batches[0])
+    whole = dataclasses.replace(make_sizes(chain, parameters, batches[0]), updates=update_bytes(parameters))
+    states = make_states(parameters)
     rejected = equal = 0
     while rejected + equal < count:
         schedule, gathered = some_schedule(chain, layer_bytes(parameters), random_)
@@ -194,11 +212,22 @@ def check_mutants(count: int, seed: int) -> tuple[int, int]:
                 rejected += 1
                 continue
             store = RingStore(parameters, set(chain.layers) - mutant.resident, buffer_sizes(sizes, mutant))
-            slabs = {tier: report.peak for tier, report in reports.items() if tier != HBM}
+            slabs = {tier: report.slab for tier, report in reports.items() if tier != HBM}
             copies = AdversarialCopies(random_.randrange(100))
             counter.decisions = 0
-            found = execute(mutant, chain, store, batches[: mutant.microbatches], slabs=slabs, copies=copies)
-            check_equal(found, expected[mutant.microbatches], exact=backwards(mutant) == backwards(schedule))
+            # The states that it was given may lie where new ones go: as if they were donated.
+            given = pytree.tree_map(torch.clone, states)
+            updater = Momentum(parameters, given)
+            updater.homes = given
+            found = execute(
+                mutant, chain, store, batches[: mutant.microbatches], slabs=slabs, copies=copies, updater=updater
+            )
+            assert not store.held
+            if mutant.homes:
+                assert not found.gradients
+                check_updated(updater, mutant, parameters, states, expected[mutant.microbatches])
+            else:
+                check_equal(found, expected[mutant.microbatches], exact=backwards(mutant) == backwards(schedule))
             assert counter.decisions == DEPTH * mutant.microbatches
             equal += 1
     return rejected, equal
