@@ -41,13 +41,13 @@ from ..data import (
 )
 from ..evaluate import make_evaluate
 from ..flops import measure_matmul_rate, train_flops_per_token
-from ..generate import generate
 from ..memory import HOST, Copies, CudaCopies, PlanError, explain
 from ..model import Batch, init_balance
 from ..optim import GradientTransformation
 from ..optimizers import make_optimizer
 from ..parallel import Layout, PendingSave, World, from_local, local_parts, make_mesh, shard
 from ..parameters import abstract, init
+from ..sampling import generate
 from ..sharding import model_layout
 from ..state_file import STATES_FOLDER, StateError, latest_state, load_state, save_state, write_text, writing
 from ..train_step import StepMetrics, TrainState, init_state, make_train_step
