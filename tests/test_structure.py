@@ -99,7 +99,7 @@ def test_what_a_document_links_to_exists(document: str) -> None:
 
 # The first three cost 0.5, 0.5 and 0.3 s beside torch on a Zen 5 core, and nothing on one process needs them.
 HEAVY = {"torch.distributed.tensor", "torch.distributed.checkpoint", "scipy", "torch._dynamo", "torch._inductor"}
-HEAVY |= {"sympy", "matplotlib", "tokenizers", "jinja2", "transformers", "hypothesis", "jax"}
+HEAVY |= {"matplotlib", "tokenizers", "jinja2", "transformers", "hypothesis", "jax"}
 
 
 def modules_after(code: str) -> set[str]:
