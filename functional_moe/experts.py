@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .kernels import Kernels, ReverseModeFunction, first_order_kernel
 from .parallel import Exchange, ExpertParallel, axis_size, exchange, exchange_back, plan_exchange
 from .parameters import Params
-from .products import matmul, product, rows_per_shape
+from .products import matmul, product, product_over_rows, rows_per_shape
 
 
 class Dispatch(NamedTuple):
@@ -352,8 +352,8 @@ def _experts_gradient(
         grad_weights[block.rows] = grad_weight[block.own]
         grad_rows[block.rows] = product(grad_inner, gate_up[block.expert].t())[block.own]
         # Sums over rows want the expert's own and no others.
-        torch.mm(hidden[block.own].t(), cotangent[block.rows], out=grad_down[block.expert])
-        torch.mm(rows[block.rows].t(), grad_inner[block.own], out=grad_gate_up[block.expert])
+        grad_down[block.expert] = product_over_rows(hidden[block.own], cotangent[block.rows])
+        grad_gate_up[block.expert] = product_over_rows(rows[block.rows], grad_inner[block.own])
     return grads
 
 
