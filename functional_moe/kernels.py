@@ -8,7 +8,7 @@ lack raises and says which argument to give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NoReturn
 
@@ -34,19 +34,6 @@ def refuse(transform: str) -> NoReturn:
     raise NotImplementedError(
         f"the fused kernels have no rule for {transform}; pass kernels='reference' to compute with operations that do"
     )
-
-
-def runs(x: Tensor, elements: int) -> Iterator[slice]:
-    """Runs of the first dimension of ``x`` of about so many elements, one row at least.
-
-    What goes through several operations a run at a time stays in cache on a CPU; elsewhere, and of a fake tensor, all
-    is one run.
-    """
-    rows = len(x)
-    if x.device.type == "cpu" and type(x) is Tensor:
-        rows = max(1, elements // max(1, x[:1].numel()))
-    for start in range(0, len(x), max(1, rows)):
-        yield slice(start, start + rows)
 
 
 class ReverseModeFunction(torch.autograd.Function):
