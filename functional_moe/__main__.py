@@ -44,7 +44,7 @@ def _train_defaults(arguments: Sequence[str]) -> TrainSettings:
     given, _ = parser.parse_known_args(arguments)
     if given.resume and given.out is not None:
         stored = read_settings(given.out / SETTINGS_FILE)
-        return dataclasses.replace(stored, out=given.out, stop_after=None)
+        return dataclasses.replace(stored, out=given.out, stop_after=None, profile=None)
     if given.init_from is not None:
         if given.preset is not None:
             raise SettingsError(f"--preset {given.preset}: --init-from {given.init_from} says which model it is")

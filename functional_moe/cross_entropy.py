@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .kernels import Kernels, first_order_kernel
-from .products import product
+from .products import product, product_over_rows
 
 IGNORE_INDEX = -100
 """The target that asks for no prediction."""
@@ -49,7 +49,7 @@ def _loss_gradient(
         delta *= torch.where(target == IGNORE_INDEX, 0.0, cotangent)[:, None]
         delta = delta.to(x.dtype)
         grad_part.copy_(product(delta, head.t()))
-        grad_head += product(part.t(), delta)
+        grad_head += product_over_rows(part, delta)
     return grad_x, grad_head.to(head.dtype)
 
 

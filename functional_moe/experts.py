@@ -25,7 +25,7 @@ from .parallel import (
     exchange_start,
 )
 from .parameters import Params
-from .products import matmul, product, rows_per_shape
+from .products import matmul, product, product_over_rows, rows_per_shape
 
 
 def _grouped_mm_takes(*operands: Tensor) -> bool:
@@ -258,12 +258,11 @@ def _experts_gradient(
 
 def _sum_rows(x: Tensor, z: Tensor, out: Tensor, add: bool) -> None:
     """``x.T @ z`` into ``out``, or added to it."""
-    if not add:
-        torch.mm(x.t(), z, out=out)
-    elif x.dtype == out.dtype:
-        out.addmm_(x.t(), z)
+    product = product_over_rows(x, z)
+    if add:
+        out.add_(product)
     else:
-        out.add_(x.t() @ z)
+        out.copy_(product)
 
 
 _fused_experts = first_order_kernel(_experts, _experts_gradient, differentiable=4)

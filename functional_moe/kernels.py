@@ -9,6 +9,7 @@ lack raises and says which argument to give.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -50,7 +51,10 @@ class ReverseModeFunction(torch.autograd.Function):
 
 
 def first_order_kernel_with_residuals(
-    forward: Callable[..., tuple[Tensor, ...]], gradient: Callable[..., tuple[Tensor, ...]], differentiable: int
+    forward: Callable[..., tuple[Tensor, ...]],
+    gradient: Callable[..., tuple[Tensor | None, ...]],
+    differentiable: int,
+    results: int = 1,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """A function with a first-order reverse rule of its own, and a refusal for every other transform.
 
@@ -58,18 +62,19 @@ def first_order_kernel_with_residuals(
     have allocated.
 
     Args:
-      forward: ``(*inputs) -> (result, *residuals)``; the residuals are what the gradient wants besides the inputs.
-      gradient: ``(cotangent, *inputs, *residuals) -> gradients`` of the first ``differentiable`` inputs. The
-        cotangent may have any strides.
+      forward: ``(*inputs) -> (*results, *residuals)``; the residuals are what the gradient wants besides the inputs.
+      gradient: ``(*cotangents, *inputs, *residuals) -> gradients`` of the first ``differentiable`` inputs. The
+        cotangents, one of each result, may have any strides.
       differentiable: how many inputs, from the first, have a gradient; the others may be tensors or plain values.
+      results: how many of the outputs are results.
 
     Returns:
-      ``(*inputs) -> (result, *residuals)``, the residuals without gradient.
+      ``(*inputs) -> (*results, *residuals)``, the residuals without gradient.
     """
 
     class Gradient(ReverseModeFunction):
         @staticmethod
-        def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
             return gradient(*arguments)
 
         @staticmethod
@@ -87,7 +92,8 @@ def first_order_kernel_with_residuals(
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-            residuals = output[1:]
+            residuals = output[results:]
+            ctx.zeros = [partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in output[:results]]
             ctx.mark_non_differentiable(*residuals)
             # Else every residual would get a cotangent full of zeros.
             ctx.set_materialize_grads(False)
@@ -96,17 +102,19 @@ def first_order_kernel_with_residuals(
             ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)), *residuals)
 
         @staticmethod
-        def backward(ctx: Any, cotangent: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
             count = len(ctx.plain)
-            if cotangent is None:
+            given = cotangents[:results]
+            if all(cotangent is None for cotangent in given):
                 return (None,) * count
+            whole = [zeros() if x is None else x for x, zeros in zip(given, ctx.zeros, strict=True)]
             saved = iter(ctx.saved_tensors)
             inputs = [
                 next(saved) if is_tensor else plain for is_tensor, plain in zip(ctx.is_tensor, ctx.plain, strict=True)
             ]
             # A Function is for who may differentiate the gradient; without a graph there is nobody.
             function = Gradient.apply if torch.is_grad_enabled() or inside_transform() else gradient
-            grads: tuple[Tensor, ...] = function(cotangent, *inputs, *saved)
+            grads: tuple[Tensor | None, ...] = function(*whole, *inputs, *saved)
             return (*grads, *(None,) * (count - differentiable))
 
     def call(*inputs: Any) -> tuple[Tensor, ...]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .kernels import Kernels, ReverseModeFunction, inside_transform
-from .optim import matrix_product, uses_onednn
+from .optim import ROWS_PER_SHAPE, matrix_product, uses_onednn
+from .optim import product_over_rows as product_over_rows
 
 product = matrix_product
 """``x @ y`` of two plain matrices of any strides, [n, k] and [k, m], where no derivative is wanted."""
@@ -21,9 +22,9 @@ product = matrix_product
 def rows_per_shape(x: Tensor) -> int:
     """The multiple to which the rows of a product of ``x`` are best rounded when their number never repeats.
 
-    oneDNN prepares code for every shape it meets, which takes longer (0.3 ms) than it saves an expert's product.
+    oneDNN prepares code for every shape it meets, which takes longer than it saves an expert's product.
     """
-    return 64 if uses_onednn(x) else 1
+    return ROWS_PER_SHAPE if uses_onednn(x) else 1
 
 
 class _Product(ReverseModeFunction):
@@ -40,13 +41,13 @@ class _Product(ReverseModeFunction):
         x, y = ctx.saved_tensors
         differentiable = torch.is_grad_enabled() or inside_transform()
 
-        def function(a: Tensor, b: Tensor) -> Tensor:
-            return _Product.apply(a, b, True) if differentiable else product(a, b)
-
         # Expanded ones, such as that of a sum, are copied once here instead of once per product.
         grad = grad.contiguous()
         need_x, need_y, _ = ctx.needs_input_grad
-        return function(grad, y.t()) if need_x else None, function(x.t(), grad) if need_y else None, None
+        if differentiable:
+            grad_x = _Product.apply(grad, y.t(), True) if need_x else None
+            return grad_x, _Product.apply(x.t(), grad, True) if need_y else None, None
+        return product(grad, y.t()) if need_x else None, product_over_rows(x, grad) if need_y else None, None
 
 
 def matmul(x: Tensor, weight: Tensor, kernels: Kernels = "fused", needed: bool = True) -> Tensor:

@@ -9,12 +9,12 @@ layer, one in a further tier goes to where the old one was. The old tensors then
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from .chain import by_layer, from_layers
@@ -22,7 +22,7 @@ from .config import MoEConfig
 from .memory import HBM, Copies, Execution, HostCopies, Schedule, in_slab, tree_bytes
 from .model import Metrics
 from .optim import Buckets, GradientTransformation, MaskedNode, apply_updates, apply_updates_in_place
-from .parallel import from_local_parts, local_parts
+from .parallel import from_local_parts, is_dtensor, local_parts
 from .parameters import Params, abstract
 
 
@@ -204,7 +204,7 @@ def at_home(
     if not tree_bytes(away):
         return opt_state
     first = pytree.tree_leaves(params)[0]
-    if isinstance(first, DTensor) and first.device_mesh.device_type != "cpu":
+    if is_dtensor(first) and first.device_mesh.device_type != "cpu":
         raise NotImplementedError(
             f"the optimizer's state is sharded over {first.device_mesh.device_type}, and cannot lie in a further tier: "
             "DTensors of such a mesh hold no host tensors"
@@ -223,8 +223,8 @@ def renewed(tree: Any) -> Any:
 def discard(tree: Any) -> None:
     """Makes every later use of a tree's tensors raise. Others that share their memory are not touched."""
     for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, DTensor):
-            leaf.__class__ = _DonatedShards
+        if is_dtensor(leaf):
+            leaf.__class__ = _donated_shards()  # type: ignore[assignment]
         elif isinstance(leaf, Tensor):
             leaf.__class__ = _Donated
 
@@ -244,21 +244,27 @@ class _Donated(Tensor):
         _refuse()
 
 
-class _DonatedShards(DTensor):
-    """A DTensor that is no more."""
+@functools.cache
+def _donated_shards() -> type[Tensor]:
+    from torch.distributed.tensor import DTensor
 
-    __slots__ = ()
+    class DonatedShards(DTensor):
+        """A DTensor that is no more."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        _refuse()
+        __slots__ = ()
 
-    _local_tensor = property(lambda self: _refuse())
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+            _refuse()
 
-    def to_local(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
-        _refuse()
+        _local_tensor = property(lambda self: _refuse())
 
-    def full_tensor(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
-        _refuse()
+        def to_local(self, *args: Any, **kwargs: Any) -> NoReturn:
+            """Refused."""
+            _refuse()
+
+        def full_tensor(self, *args: Any, **kwargs: Any) -> NoReturn:
+            """Refused."""
+            _refuse()
+
+    return DonatedShards

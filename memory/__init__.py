@@ -85,6 +85,7 @@ from ._store import ResidentStore as ResidentStore
 from ._store import Store as Store
 from ._store import add_leaves as add_leaves
 from ._store import leaf_paths as leaf_paths
+from ._trace import trace_range as trace_range
 from ._verify import TierReport as TierReport
 from ._verify import buffer_sizes as buffer_sizes
 from ._verify import verify as verify

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from ._trace import trace_range
+
 Tree: TypeAlias = Any
 Parameters: TypeAlias = Mapping[str, Tree]
 """The parameter trees of layers, by the layer's name."""
@@ -106,7 +108,8 @@ def run_chain(chain: Chain, parameters: Parameters, batch: Any) -> Outcome:
     loss: Tensor | None = None
     metrics = []
     for segment in chain.segments:
-        result = segment.function({layer: parameters[layer] for layer in segment.layers}, x, context, {})
+        with trace_range(f"forward {segment.name}"):
+            result = segment.function({layer: parameters[layer] for layer in segment.layers}, x, context, {})
         x = result.output
         loss = add_losses(loss, result.loss)
         metrics.append(result.metrics)

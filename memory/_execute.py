@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -31,8 +32,10 @@ from ._schedule import (
     Schedule,
     Update,
     Value,
+    describe,
 )
 from ._store import Store
+from ._trace import trace_range
 
 
 class Execution(NamedTuple):
@@ -84,7 +87,8 @@ def execute(
     Equal to ``torch.func.grad_and_value`` of :func:`run_chain`, summed over the microbatches: bit for bit on one
     process, whatever is recomputed or moved. A leaf that two segments read is the exception with several microbatches:
     its summands are added in the order in which the segments run backwards, not microbatch by microbatch. Uses plain
-    autograd inside, so it is no place for transforms.
+    autograd inside, so it is no place for transforms. In a trace of ``torch.profiler`` every instruction is a range,
+    named as the schedule prints it.
 
     Args:
       schedule: the instructions.
@@ -108,7 +112,8 @@ def execute(
     copies = HostCopies() if copies is None else copies
     run = _Run(schedule, chain, store, batches, dict(slabs or {}), copies, updater)
     for instruction in schedule:
-        run.step(instruction)
+        with trace_range(functools.partial(describe, instruction)):
+            run.step(instruction)
     return run.outcome()
 
 

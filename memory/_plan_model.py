@@ -16,8 +16,6 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
-from scipy.sparse import coo_array, csr_array  # type: ignore[import-untyped]
 
 from ._build import Gathers, Policy, Recipe
 from ._chain import Chain, Segment
@@ -458,6 +456,10 @@ def solve(
         if held and tier in budgets:
             largest = max(held.values())
             table.add({key: size / largest for key, size in held.items()}, -np.inf, budgets[tier] / largest)
+    # A third of a second that only a planner needs.
+    from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+    from scipy.sparse import coo_array  # type: ignore[import-untyped]
+
     cost = np.zeros(columns)
     cost[peak] = 1e3 * len(model.edges)
     cost[end] = 0.0 if smallest else 1.0
@@ -468,9 +470,11 @@ def solve(
     upper[carried:level] = longest
     lower = np.zeros(columns)
     lower[level:] = -np.inf  # less than in the schedule that the rest was counted in
+    shape = (len(table.lower), columns)
+    entries = coo_array((table.values, (table.rows, table.columns)), shape)
     result = milp(
         cost,
-        constraints=table.constraint(columns),
+        constraints=LinearConstraint(entries.tocsr(), table.lower, table.upper),
         integrality=whole,
         bounds=Bounds(lower, upper),
         options={"mip_rel_gap": gap, "node_limit": nodes},
@@ -496,9 +500,3 @@ class _Rows:
         self.values += entries.values()
         self.lower.append(lower)
         self.upper.append(upper)
-
-    def constraint(self, columns: int) -> LinearConstraint:
-        shape = (len(self.lower), columns)
-        return LinearConstraint(
-            csr_array(coo_array((self.values, (self.rows, self.columns)), shape)), self.lower, self.upper
-        )

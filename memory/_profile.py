@@ -47,17 +47,22 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _track(self, tensor: Tensor, counted: bool) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        if tensor.layout == torch._mkldnn:  # type: ignore[attr-defined]
+            # oneDNN's own copy of a matrix: it shows no storage, so the tensor stands for its memory.
+            self._note(tensor, id(tensor), tensor.nbytes if counted else 0)
+        else:
+            storage = tensor.untyped_storage()
+            self._note(storage, storage._cdata, storage.nbytes() if counted else 0)
+
+    def _note(self, memory: Any, key: int, size: int) -> None:
         if key in self._known:
             return
-        size = storage.nbytes() if counted else 0
 
         def forget(_: Any) -> None:
             del self._known[key]
             self.live -= size
 
-        self._known[key] = weakref.ref(storage, forget)
+        self._known[key] = weakref.ref(memory, forget)
         self.live += size
         self.peak = max(self.peak, self.live)
 

@@ -48,7 +48,9 @@ from ._matrix_axes import MatrixAxes as MatrixAxes
 from ._matrix_axes import join_matrices as join_matrices
 from ._matrix_axes import matrix_scale as matrix_scale
 from ._matrix_axes import split_matrices as split_matrices
+from ._matrix_product import ROWS_PER_SHAPE as ROWS_PER_SHAPE
 from ._matrix_product import matrix_product as matrix_product
+from ._matrix_product import product_over_rows as product_over_rows
 from ._matrix_product import uses_onednn as uses_onednn
 from ._muon import Orthogonalize as Orthogonalize
 from ._muon import ScaleByMuonState as ScaleByMuonState

@@ -21,6 +21,7 @@ from ._collectives import reduce_scatter as reduce_scatter
 from ._collectives import reduce_scatter_start as reduce_scatter_start
 from ._collectives import reduce_to as reduce_to
 from ._collectives import replicate as replicate
+from ._dtensor import is_dtensor as is_dtensor
 from ._expert import Exchange as Exchange
 from ._expert import ExpertParallel as ExpertParallel
 from ._expert import Splits as Splits

@@ -23,44 +23,38 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from functional_moe.optim import path_name
 
-from ._checkpoint_storage import (
-    LoadParts,
-    LocalPart,
-    LocalParts,
-    SaveParts,
-    StepReader,
-    StepWriter,
-    partial_name,
-)
 from ._collective_functions import Call, CollectiveError
+from ._dtensor import is_dtensor
 from ._layout import from_local, layout_of, local, local_slices
 from ._manifest import (
     MANIFEST_FILE,
     CheckpointError,
     LeafEntry,
+    LocalPart,
+    LocalParts,
     Manifest,
     as_json,
     check_identity,
     check_leaves,
     dtype_name,
+    partial_name,
     read_manifest,
 )
 from ._mesh import axis_sizes
 from ._tree import Tree
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _STEP_NAME = re.compile(r"\d{6,}")
 
@@ -181,6 +175,11 @@ def load_sharded(checkpoint: Path, template: Tree, *, identity: Any, partial: bo
       >>> template = TrainState(step, shard(abstract(config), layout), opt_state, balance)
       >>> state = load_sharded(latest(run / "steps"), template, identity=dataclasses.asdict(config))
     """
+    # Here and below, because DCP takes half a second to import.
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    from ._checkpoint_storage import LoadParts, StepReader
+
     _wait_for_earlier()
     checkpoint = Path(checkpoint)
     leaves, spec = _named(template)
@@ -238,6 +237,10 @@ def _prepare(
 
 
 def _write(final: Path, manifest: Manifest, parts: LocalParts, keep: int | None, group: ProcessGroup | None) -> Path:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from ._checkpoint_storage import SaveParts, StepWriter
+
     writer = StepWriter(final, manifest, parts)
     try:
         _coordinated(
@@ -294,7 +297,7 @@ def _named(tree: Tree) -> tuple[dict[str, Tensor], pytree.TreeSpec]:
 
 
 def _dtensors(leaves: dict[str, Tensor]) -> dict[str, DTensor]:
-    return {name: leaf for name, leaf in leaves.items() if isinstance(leaf, DTensor)}
+    return {name: leaf for name, leaf in leaves.items() if is_dtensor(leaf)}
 
 
 def _parts(leaves: dict[str, Tensor]) -> LocalParts:
@@ -315,7 +318,7 @@ def _parts(leaves: dict[str, Tensor]) -> LocalParts:
 def _allocate(part: LocalPart, leaf: Tensor) -> LocalPart:
     device: torch.device | str = part.tensor.device
     if part.tensor.is_meta:
-        device = leaf.device_mesh.device_type if isinstance(leaf, DTensor) else "cpu"
+        device = leaf.device_mesh.device_type if is_dtensor(leaf) else "cpu"
     return part._replace(tensor=torch.empty(part.tensor.shape, dtype=part.tensor.dtype, device=device))
 
 
@@ -373,6 +376,8 @@ def _together(group: ProcessGroup | None, function: Callable[[], Any]) -> Any:
 
 def _coordinated(what: str, run: Callable[[bool], Any]) -> None:
     """Runs one of DCP's functions, which raise on every rank when one fails; makes that one line."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     alone = not dist.is_initialized()
     try:
         if alone:

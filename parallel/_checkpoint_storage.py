@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,25 +47,20 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ._manifest import MANIFEST_FILE, CheckpointError, LeafEntry, Manifest, Part, dtype_name, manifest_text
+from ._manifest import (
+    MANIFEST_FILE,
+    CheckpointError,
+    LeafEntry,
+    LocalPart,
+    LocalParts,
+    Manifest,
+    Part,
+    dtype_name,
+    manifest_text,
+    partial_name,
+)
 
 _PARTIAL_NAME = re.compile(r"\.\d{6,}\.partial")
-
-
-class LocalPart(NamedTuple):
-    """The part of one leaf that this rank holds."""
-
-    tensor: Tensor
-    shape: torch.Size  # of the whole leaf
-    offsets: torch.Size  # where the part begins in it
-
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        """DCP's word for the same."""
-        return ChunkStorageMetadata(self.offsets, self.tensor.shape)
-
-
-LocalParts = dict[str, LocalPart]
 
 
 class SaveParts(DefaultSavePlanner):
@@ -99,7 +94,7 @@ class LoadParts(LoadPlanner):
         items: list[ReadItem] = []
         for name, part in self._parts.items():
             if part.tensor.numel():
-                items += create_read_items_for_chunk_list(name, saved[name], [part.chunk])  # type: ignore[arg-type]
+                items += create_read_items_for_chunk_list(name, saved[name], [_chunk(part)])  # type: ignore[arg-type]
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -289,17 +284,17 @@ class StepReader(StorageReader):
         return tensor  # type: ignore[no-any-return]
 
 
-def partial_name(final: Path) -> Path:
-    """Where a checkpoint stands while it is not complete, or no more."""
-    return final.with_name(f".{final.name}.partial")
-
-
 def _is_partial(path: Path) -> bool:
     return _PARTIAL_NAME.fullmatch(path.name) is not None
 
 
+def _chunk(part: LocalPart) -> ChunkStorageMetadata:
+    """DCP's word for the same."""
+    return ChunkStorageMetadata(part.offsets, part.tensor.shape)
+
+
 def _write_item(name: str, part: LocalPart) -> WriteItem:
-    data = TensorWriteData(part.chunk, TensorProperties(part.tensor.dtype), part.shape)
+    data = TensorWriteData(_chunk(part), TensorProperties(part.tensor.dtype), part.shape)
     return WriteItem(MetadataIndex(name, part.offsets), WriteItemType.SHARD, tensor_data=data)
 
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from ._collectives import Handle, all_to_all, all_to_all_start, axis_size, chunk_sizes
@@ -217,6 +216,8 @@ def experts_of_rank(
     Raises:
       ValueError: when the mesh has no such axis, it does not split the experts, or they are split unevenly.
     """
+    from torch.distributed.tensor import Replicate, Shard
+
     if axis not in sizes:
         raise ValueError(f"the mesh has the axes {tuple(sizes)}; expert parallelism over {axis!r} needs that one")
     index = list(sizes).index(axis)

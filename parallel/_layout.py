@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from ._collectives import all_gather, chunk_sizes, replicate
+from ._dtensor import is_dtensor, is_replicate, is_shard
 from ._mesh import axis_sizes
 from ._placements import Placements
 from ._tree import Tree, map_leaves, named_leaves
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +63,10 @@ def check_placements(path: str, shape: Sequence[int], placements: Placements, si
             f"leaf {path!r} has the placements {placements}; the mesh has {len(sizes)} axes {tuple(sizes)}"
         )
     for placement in placements:
-        if isinstance(placement, Shard):
+        if is_shard(placement):
             if not 0 <= placement.dim < len(shape):
                 raise ValueError(f"leaf {path!r} of shape {tuple(shape)} cannot have the placement {placement}")
-        elif not isinstance(placement, Replicate):
+        elif not is_replicate(placement):
             raise ValueError(f"leaf {path!r} has the placement {placement}; a layout takes Shard and Replicate")
 
 
@@ -83,7 +86,7 @@ def local_slices(
     """
     starts, stops = [0] * len(shape), list(shape)
     for placement, parts, index in zip(placements, sizes.values(), coordinate, strict=True):
-        if isinstance(placement, Shard):
+        if is_shard(placement):
             dim = placement.dim
             rows = chunk_sizes(stops[dim] - starts[dim], parts)
             starts[dim] += sum(rows[:index])
@@ -126,6 +129,8 @@ def from_local(tree: Tree, layout: Layout) -> Tree:
     Raises:
       ValueError: when tree and layout differ, or a shard has not the shape this rank should hold; the leaf is named.
     """
+    from torch.distributed.tensor import DTensor
+
     sizes, coordinate = axis_sizes(layout.mesh), _coordinate(layout.mesh)
 
     def wrap(path: str, leaf: Tensor, placements: Placements, shape: torch.Size) -> DTensor:
@@ -153,15 +158,17 @@ def local(tree: Tree) -> Tree:
 
 def local_parts(tree: Tree) -> Tree:
     """Any tree with every DTensor replaced by this rank's shard; other leaves, such as counts, as they are."""
-    return pytree.tree_map_only(DTensor, lambda leaf: leaf._local_tensor, tree)
+    return pytree.tree_map(lambda leaf: leaf._local_tensor if is_dtensor(leaf) else leaf, tree)
 
 
 def from_local_parts(tree: Tree, like: Tree) -> Tree:
     """The inverse of :func:`local_parts`: DTensors where ``like``, a congruent tree, has them."""
 
     def wrap(leaf: Any, template: Any) -> Any:
-        if not isinstance(template, DTensor) or isinstance(leaf, DTensor):
+        if not is_dtensor(template) or is_dtensor(leaf):
             return leaf
+        from torch.distributed.tensor import DTensor
+
         spec = template._spec
         return DTensor.from_local(
             leaf, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
@@ -222,7 +229,7 @@ def gather(tree: Tree, layout: Layout, keep: Tree | None = None) -> Tree:
             if axis in kept:
                 continue
             group = layout.mesh.get_group(axis)
-            if not isinstance(placement, Shard):
+            if not is_shard(placement):
                 leaf = replicate(leaf, group)
                 continue
             outer = dict(list(sizes.items())[:index])
@@ -247,7 +254,7 @@ def _dims_kept(
         if sizes.get(axis) == 1:
             continue
         placement = by_axis.get(axis)
-        if not isinstance(placement, Shard):
+        if not is_shard(placement):
             raise ValueError(f"leaf {path!r} is to stay split over {axis!r}, which does not split it: {by_axis}")
         parts = math.prod(sizes[other] for other in sizes if by_axis[other] == placement)
         if shape[placement.dim] % parts:
@@ -270,6 +277,6 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def _dtensor(path: str, leaf: Any) -> DTensor:
-    if not isinstance(leaf, DTensor):
+    if not is_dtensor(leaf):
         raise ValueError(f"leaf {path!r} is a {type(leaf).__name__}, expected a DTensor")
     return leaf

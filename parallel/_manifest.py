@@ -7,8 +7,9 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 MANIFEST_FILE = "manifest.json"
@@ -45,6 +46,22 @@ class Manifest(NamedTuple):
     extra: Any  # JSON: whatever else was saved with it
     leaves: dict[str, LeafEntry]  # by dotted path
     files: dict[str, int]  # bytes of each file of shards
+
+
+class LocalPart(NamedTuple):
+    """The part of one leaf that this rank holds."""
+
+    tensor: Tensor
+    shape: torch.Size  # of the whole leaf
+    offsets: torch.Size  # where the part begins in it
+
+
+LocalParts: TypeAlias = dict[str, LocalPart]
+
+
+def partial_name(final: Path) -> Path:
+    """Where a checkpoint stands while it is not complete, or no more."""
+    return final.with_name(f".{final.name}.partial")
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

@@ -13,11 +13,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from torch.distributed.tensor import Shard
-
 from functional_moe.optim import MatrixAxes
 from functional_moe.optim._matrix_axes import check_axes, check_blocks
 
+from ._dtensor import is_shard
 from ._layout import check_placements, local_slices
 from ._placements import Placements
 
@@ -245,7 +244,7 @@ def _leaf_matrices(
             holders.setdefault(box, []).append(rank)
 
     cut = any(
-        isinstance(placed, Shard) and placed.dim in (out, in_) and parts > 1
+        is_shard(placed) and placed.dim in (out, in_) and parts > 1
         for placed, parts in zip(placements, sizes.values(), strict=True)
     )
 

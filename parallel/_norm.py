@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from ._collectives import reduce_replicated
+from ._dtensor import is_dtensor, is_replicate
 from ._layout import Layout
 from ._mesh import axis_group
 from ._placements import Placements
@@ -35,7 +35,7 @@ def global_norm(tree: Tree, layout: Layout) -> Tensor:
     square = torch.zeros((), device=layout.mesh.device_type)
     for _, (leaf, placements) in zip_leaves(tree, "the tree", ("the placements", layout.placements)):
         if _is_mine(placements, coordinate):
-            part = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+            part = leaf._local_tensor if is_dtensor(leaf) else leaf
             norm = torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
             square = square + norm.to(torch.float32).square()
     axes = layout.mesh.mesh_dim_names or ()
@@ -44,4 +44,4 @@ def global_norm(tree: Tree, layout: Layout) -> Tensor:
 
 def _is_mine(placements: Placements, coordinate: tuple[int, ...]) -> bool:
     held = zip(placements, coordinate, strict=True)
-    return all(index == 0 for placement, index in held if isinstance(placement, Replicate))
+    return all(index == 0 for placement, index in held if is_replicate(placement))

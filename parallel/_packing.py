@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Placement, Shard
 
 from . import _fp8
+from ._dtensor import is_shard
 from ._layout import local_slices
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 ALONE = 1 << 18
 """A leaf of so many elements travels by itself when its parts lie one after the other: then nothing is copied."""
@@ -114,12 +117,12 @@ def plan_leaf(
     gathered = [
         index
         for index, (axis, placement) in enumerate(zip(axes, placements, strict=True))
-        if isinstance(placement, Shard) and axis not in kept and sizes[axis] > 1
+        if is_shard(placement) and axis not in kept and sizes[axis] > 1
     ]
     replicated = tuple(
         axis
         for axis, placement in zip(axes, placements, strict=True)
-        if not isinstance(placement, Shard) and axis not in kept and sizes[axis] > 1
+        if not is_shard(placement) and axis not in kept and sizes[axis] > 1
     )
 
     def places(dims: Sequence[int]) -> list[tuple[int, ...]]:

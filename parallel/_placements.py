@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ._mesh import axis_sizes
 from ._tree import Tree, map_leaves, named_leaves
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
 MeshAxes: TypeAlias = tuple[str, ...]
-Placements: TypeAlias = tuple[Placement, ...]
+Placements: TypeAlias = "tuple[Placement, ...]"
 
 
 class Declared(Protocol):
@@ -99,6 +101,8 @@ def placements(declared: Tree, mesh: DeviceMesh | Mapping[str, int], rules: Rule
         of a leaf (or one, twice) are split by the same mesh axis, or experts are not split into equal parts. The leaf,
         the axis and the values are named.
     """
+    from torch.distributed.tensor import Replicate, Shard
+
     sizes = axis_sizes(mesh)
     rules = default_rules(declared, mesh) if rules is None else rules
     tables = rules._asdict()

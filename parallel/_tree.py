@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.tensor import Placement
 from torch.utils import _pytree as pytree
 
 from functional_moe.optim import path_name
+
+from ._dtensor import is_placement
 
 Tree: TypeAlias = Any
 
@@ -18,7 +19,7 @@ def is_leaf(node: Any) -> bool:
     """Whether ``node`` belongs to one leaf though torch sees a tree in it: placements, a size, a declaration."""
     if isinstance(node, torch.Size) or (hasattr(node, "shape") and hasattr(node, "axes")):
         return True
-    return type(node) is tuple and bool(node) and all(isinstance(item, Placement) for item in node)
+    return type(node) is tuple and bool(node) and all(map(is_placement, node))
 
 
 def named_leaves(tree: Tree) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """Who imports whom, and one top-level name."""
 
 import ast
+import importlib
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import functional_moe
 
 ROOT = Path(__file__).parents[1]
 ALLOWED = {
@@ -68,3 +71,66 @@ def test_a_wheel_installs_one_top_level_name(tmp_path: Path) -> None:
     assert {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")} == {"functional_moe"}
     for module in ("optim/_muon.py", "parallel/testing.py", "memory/__init__.py", "data/_windows.py", "py.typed"):
         assert f"functional_moe/{module}" in names
+
+
+# The first three cost 0.5, 0.5 and 0.3 s beside torch on a Zen 5 core, and nothing on one process needs them.
+HEAVY = {"torch.distributed.tensor", "torch.distributed.checkpoint", "scipy", "torch._dynamo", "torch._inductor"}
+HEAVY |= {"matplotlib", "tokenizers", "jinja2", "transformers", "hypothesis", "jax"}
+
+
+def modules_after(code: str) -> set[str]:
+    """All that is imported by a new interpreter that runs ``code``."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules, sep='\\n')"],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    return set(done.stdout.splitlines())
+
+
+ONE_STEP = """
+import torch
+from functional_moe import *
+config = preset("tiny")
+optimizer = optim.adamw(1e-3)
+state = init_state(init(config, seed=0), optimizer, config)
+tokens = torch.zeros(1, 8, dtype=torch.int64)
+make_train_step(config, optimizer)(state, {"tokens": tokens, "targets": tokens})
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import functional_moe", "from functional_moe import *", "import functional_moe.__main__", ONE_STEP],
+    ids=["package", "all names", "command", "one step"],
+)
+def test_nothing_slow_is_imported_before_it_is_needed(code: str) -> None:
+    assert not HEAVY & modules_after(code)
+
+
+def test_a_folder_by_itself_imports_nothing_else() -> None:
+    parts = {
+        name.removeprefix("functional_moe.").split(".")[0]
+        for name in modules_after("import functional_moe.optim")
+        if name.startswith("functional_moe.")
+    }
+    assert parts == {"optim"}
+
+
+def test_every_name_of_the_package_is_where_the_type_checker_sees_it() -> None:
+    tree = ast.parse((ROOT / "functional_moe" / "__init__.py").read_text())
+    declared = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
+    assert set(declared) == set(functional_moe.__all__) and len(declared) > 20
+    for name, module in declared.items():
+        home = importlib.import_module("." + (module or name), "functional_moe")
+        assert getattr(functional_moe, name) is (getattr(home, name) if module else home)
+        assert name in dir(functional_moe)
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = functional_moe.nonsense

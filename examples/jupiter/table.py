@@ -166,7 +166,7 @@ def ablations(runs: Runs) -> list[Row]:
             None,
             kept.peaks[HBM] / 1e9,
             "GB",
-            "more than the 96 there are",
+            "of 96, before fragmentation and the buffers of NCCL",
         ),
         Row(
             "32,768: checkpoints in Grace",

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import tyro
 
 from ..data import load_tokenizer
-from ..generate import generate
 from ..model import init_balance
 from ..parameters import abstract
+from ..sampling import generate
 from ..state_file import latest_state, load_state
 from .progress import printable
 from .settings import SettingsError, read_settings

@@ -131,6 +131,10 @@ class TrainSettings:
     stop_after: int | None = None
     """Stop after this step as if interrupted; ``--resume`` goes on from there."""
 
+    profile: int | None = None
+    """Trace this many steps with torch.profiler, after the first one of this start, which warms up; the trace, named by
+    segments and instructions, is profile.json in the run's folder, for ui.perfetto.dev."""
+
     def __post_init__(self) -> None:
         for name in (
             "steps",
@@ -156,6 +160,9 @@ class TrainSettings:
             raise SettingsError(f"--sample-tokens {self.sample_tokens}: must be at least 0")
         if self.stop_after is not None and self.stop_after < 1:
             raise SettingsError(f"--stop-after {self.stop_after}: must be at least 1")
+        if self.profile is not None and self.profile < 1:
+            raise SettingsError(f"--profile {self.profile}: must be at least 1")
+        check_profile(self, 0)
         if self.batch_size % self.accumulate:
             raise SettingsError(f"--accumulate {self.accumulate}: does not divide --batch-size {self.batch_size}")
         if self.accumulate > 1 and self.batch_size % (self.accumulate * self.ranks):
@@ -191,6 +198,15 @@ class TrainSettings:
         """Bytes of each tier that has a budget."""
         given = {HBM: ("--hbm-budget", self.hbm_budget), HOST: ("--host-budget", self.host_budget)}
         return {tier: _parse_bytes(flag, text) for tier, (flag, text) in given.items() if text is not None}
+
+
+def check_profile(settings: TrainSettings, done: int) -> None:
+    """Raises ``SettingsError`` unless enough steps are left after ``done`` to warm up and to trace."""
+    last = settings.steps if settings.stop_after is None else min(settings.steps, settings.stop_after)
+    if settings.profile is not None and last - done < settings.profile + 1:
+        raise SettingsError(
+            f"--profile {settings.profile}: {max(0, last - done)} steps are left, and one before the trace warms up"
+        )
 
 
 _UNITS = {
@@ -231,6 +247,7 @@ _FREE = frozenset(
         "device",
         "hbm_budget",
         "host_budget",
+        "profile",
     }
 )
 

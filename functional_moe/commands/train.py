@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
 from ..bigram import MAX_VOCABULARY, fit_bigram
@@ -41,13 +42,13 @@ from ..data import (
 )
 from ..evaluate import make_evaluate
 from ..flops import measure_matmul_rate, train_flops_per_token
-from ..generate import generate
 from ..memory import HOST, Copies, CudaCopies, PlanError, explain
 from ..model import Batch, init_balance
 from ..optim import GradientTransformation
 from ..optimizers import make_optimizer
 from ..parallel import Layout, PendingSave, RankError, World, find_device, from_local, local_parts, make_mesh, shard
 from ..parameters import abstract, init
+from ..sampling import generate
 from ..sharding import model_layout
 from ..state_file import STATES_FOLDER, StateError, latest_state, load_state, save_state, write_text, writing
 from ..train_step import StepMetrics, TrainState, init_state, make_train_step
@@ -57,6 +58,7 @@ from .settings import (
     SettingsError,
     TrainSettings,
     chat_template,
+    check_profile,
     check_same_run,
     flat,
     read_settings,
@@ -70,6 +72,7 @@ DATA_FILE = "data.json"
 METRICS_FILE = "metrics.jsonl"
 SAMPLE_FILE = "sample.txt"
 PICTURE_FILE = "training.png"
+PROFILE_FILE = "profile.json"
 
 
 class Interrupt:
@@ -236,6 +239,7 @@ def _train(run: _Run) -> int:
     evaluation = world.together("the data", lambda: _evaluation(data, run), *USER_ERRORS)
     world.agree({"the data": data.train.fingerprint, "the tokenizer": data.train.tokenizer})
     state, first_records = _resumed(run, data) if settings.resume else (_begun(run, data), [])
+    world.together("the profile", lambda: check_profile(settings, int(state.step)), *USER_ERRORS)
     progress = Progress(settings.steps, train_flops_per_token(settings.model, settings.seq_len), quiet=not world.leads)
     progress.say(f"data: {data.summary}")
     progress.say(
@@ -253,7 +257,9 @@ def _train(run: _Run) -> int:
     with interrupt.noted(), contextlib.ExitStack() as stack:
         log = stack.enter_context(_Log(folder, first_records)) if world.leads else None
         stack.enter_context(progress)
-        ended = _loop(run, state, data.train, evaluation, interrupt, log, progress)
+        count = settings.profile if world.leads else None
+        trace = stack.enter_context(_Profile(folder / PROFILE_FILE, int(state.step) + 1, count, progress))
+        ended = _loop(run, state, data.train, evaluation, interrupt, log, progress, trace)
     last = int(ended.state.step)
     if ended.gave_up:
         progress.say(
@@ -470,6 +476,7 @@ def _loop(
     interrupt: Interrupt,
     log: _Log | None,
     progress: Progress,
+    trace: _Profile,
 ) -> _Ended:
     """Steps until the end, an interrupt or too many refused steps; the last state is on the disk."""
     settings, folder, world, layout, optimizer, planned = run
@@ -488,6 +495,7 @@ def _loop(
     last = settings.steps if settings.stop_after is None else min(settings.steps, settings.stop_after)
     refused, saving = 0, _Saving()
     for step in range(int(state.step), last):
+        trace.begin(step)
         start = time.perf_counter()
         batch = batch_at(
             corpus,
@@ -501,6 +509,7 @@ def _loop(
         state, metrics = step_fn(state, {name: value.to(world.device) for name, value in batch.items()})
         record = _record(step + 1, metrics)
         seconds = time.perf_counter() - start
+        trace.end(step)
         refused = 0 if record["finite"] else refused + 1
         done = step + 1
         if done % settings.eval_every == 0 or done == settings.steps:
@@ -523,6 +532,41 @@ def _loop(
         if gave_up or signal_number:
             return _Ended(state, gave_up, signal_number)
     return _Ended(state)
+
+
+class _Profile:
+    """A trace of ``count`` steps from ``first`` on; without a count, of none."""
+
+    def __init__(self, path: Path, first: int, count: int | None, progress: Progress) -> None:
+        self._path, self._first, self._count, self._progress = path, first, count, progress
+        devices = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
+        self._profiler = None if count is None else profile(activities=devices)
+        self._running = False
+
+    def __enter__(self) -> _Profile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._profiler is not None and self._running:  # an interrupted trace is not written
+            self._profiler.stop()
+
+    def begin(self, step: int) -> None:
+        if self._profiler is not None and step == self._first:
+            self._profiler.start()
+            self._running = True
+
+    def end(self, step: int) -> None:
+        """After the step's numbers have come, so that a device is done with it."""
+        if self._profiler is None or self._count is None or step != self._first + self._count - 1:
+            return
+        self._profiler.stop()
+        self._running = False
+        partial = self._path.with_name(f".partial.{self._path.name}")
+        with writing(self._path):
+            self._profiler.export_chrome_trace(str(partial))
+            partial.replace(self._path)  # torch says nothing when it could not write
+        steps = f"{self._first + 1} to {self._first + self._count}" if self._count > 1 else f"{self._first + 1}"
+        self._progress.say(f"profile of step {steps}: {self._path}; open it in ui.perfetto.dev or chrome://tracing")
 
 
 class _Saving:

@@ -24,13 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..config import MoEConfig
 from ..model import check_balance
 from ..optim import path_name
-from ..parallel import Layout, axis_sizes, from_local, local_slices
+from ..parallel import Layout, axis_sizes, from_local, is_dtensor, local_slices
 from ..parameters import Leaf, Params, declare
 from ..tree import named_leaves
 from ._config import Family, config_from_hf, config_to_hf, family_of
@@ -503,7 +502,7 @@ def _check_tree(config: MoEConfig, params: Params, balance: Tensor, family: Fami
     if wrong := sorted(declared.keys() ^ leaves.keys()):
         raise HFError(f"leaf {wrong[0]!r} is {'missing' if wrong[0] in declared else 'not of the configuration'}")
     for path, leaf in leaves.items():
-        if isinstance(leaf, DTensor):
+        if is_dtensor(leaf):
             raise HFError(f"leaf {path!r} is sharded; parallel.unshard makes it whole")
         if leaf.shape != declared[path].shape:
             raise HFError(f"leaf {path!r} has shape {list(leaf.shape)}, the configuration {list(declared[path].shape)}")

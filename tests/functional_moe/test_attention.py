@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from functional_moe import attention as attention_module
 from functional_moe.attention import (
     AttentionCore,
     Projected,
@@ -477,6 +478,46 @@ def test_projection_norms_before_it_rotates_and_leaves_values_alone(make_config,
 
 # A packed row: lengths of documents, and of padding after them.
 packings = st.tuples(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 3))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"use_qk_norm": False}, {"partial_rotary_factor": 0.7}, {"num_key_value_heads": 1}]
+)
+@given(piece=st.sampled_from([1, 30, 100, 10**6]), packed=st.booleans(), data=st.data())
+@settings(max_examples=8)
+def test_queries_keys_and_values_are_the_same_in_pieces(make_config, make_params, options, piece, packed, data):
+    """Pieces of one token, of parts of rows, of several rows; documents, whose positions differ between rows."""
+    config = make_config(compute_dtype="float64", attention_bias=True, **options)
+    params = make_params(config)["layers"][0]["attention"]
+    batch, seq = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    x = random(batch, seq, config.hidden_size, seed=1)
+    documents = torch.randint(1, 3, (batch, seq), generator=torch.Generator().manual_seed(seq)) if packed else None
+    positions = make_positions(seq, documents, config, x)
+
+    def run(kernels):
+        def function(params, x):
+            return tuple(project(params, x, positions.cos, positions.sin, config, kernels))
+
+        made, pull_back = torch.func.vjp(function, params, x)
+        return made, pull_back(tuple(random(*part.shape, seed=index) for index, part in enumerate(made)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_module, "_PIECE", piece)
+        found, expected = run("fused"), run("reference")
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
+def test_queries_alone_have_a_gradient_too(make_config, make_params):
+    """Of keys and values, whose cotangents nobody gives, it is zero."""
+    config = make_config(compute_dtype="float64")
+    params, x = make_params(config)["layers"][0]["attention"], random(2, 3, config.hidden_size)
+    cos, sin, _ = make_positions(3, None, config, x)
+    gradients = [
+        torch.func.grad(lambda p, kernels=kernels: project(p, x, cos, sin, config, kernels).q.square().sum())(params)
+        for kernels in ("fused", "reference")
+    ]
+    torch.testing.assert_close(*gradients, **EXACT)
+    assert gradients[0]["q_norm"].any() and not gradients[0]["k_norm"].any()
 
 
 def packed_batch(config, lengths, padding, seed, numbers=None):

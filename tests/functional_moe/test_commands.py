@@ -178,6 +178,43 @@ def test_budgets_are_read_as_people_write_them() -> None:
         assert TrainSettings(hbm_budget=written).budgets == {"hbm": size}
 
 
+def trace_ranges(path: Path) -> list[str]:
+    """The names of the ranges of a trace that are not torch's own, in the order in which they began."""
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") == "user_annotation"]
+    return [str(e["name"]) for e in sorted(events, key=lambda e: float(e["ts"]))]
+
+
+def test_a_profile_names_segments_and_changes_nothing(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["train", *SMALL, "--data", text, "--steps", 5]
+    assert run(*common, "--out", tmp_path / "plain") == 0
+    capsys.readouterr()
+    assert run(*common, "--out", tmp_path / "traced", "--profile", 2) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("profile of step"))
+    assert "2 to 3" in line and str(tmp_path / "traced" / "profile.json") in line
+    assert state(tmp_path / "plain") == state(tmp_path / "traced")
+    names = trace_ranges(tmp_path / "traced" / "profile.json")
+    segments = ["embed", *[f"layers.{i}.{half}" for i in range(2) for half in ("attention", "feed_forward")], "head"]
+    for name in (*[f"{way} {segment} (" for way in ("forward", "backward") for segment in segments], "optimizer"):
+        assert sum(found.startswith(name) for found in names) == 2, name  # the first step warmed up, two are traced
+    order = [next(i for i, found in enumerate(names) if f"backward {segment} (" in found) for segment in segments]
+    assert order == sorted(order, reverse=True)
+    assert not list((tmp_path / "traced").glob("*partial*"))
+
+
+def test_a_profile_of_a_resumed_run_needs_steps_that_are_left(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    assert run("train", *SMALL, "--data", text, "--steps", 6, "--stop-after", 4, "--profile", 1, "--out", out) == 0
+    (out / "profile.json").unlink()
+    resume = ["train", "--out", out, "--resume"]
+    assert "--profile 2: 2 steps are left" in fails(capsys, monkeypatch, *resume, "--profile", 2)
+    assert run(*resume, "--profile", 1) == 0
+    assert len(trace_ranges(out / "profile.json")) > 10
+
+
 def test_a_finished_run_resumes_to_nothing(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "run"
     assert run("train", *SMALL, "--data", text, "--steps", 5, "--out", out) == 0
@@ -362,6 +399,12 @@ def test_bad_settings_are_named(
     adamw = ("--optimizer.name", "adamw", "--optimizer.muon-learning-rate", 0.1)
     assert "uses no Muon" in message(*adamw)
     assert "decay_fraction = 0.3" in message("--optimizer.schedule", "cosine", "--optimizer.decay-fraction", 0.3)
+    for count in (0, -1):
+        assert f"--profile {count}: must be at least 1" in message("--profile", count)
+    assert "--profile 300: 300 steps are left" in message("--profile", 300)
+    assert "--profile 1: 1 steps are left" in message("--profile", 1, "--stop-after", 1)
+    assert "--profile" in message("--profile", "x")
+    assert not (tmp_path / "run").exists()
     assert "--out" in fails(capsys, monkeypatch, "train", "--out")
     assert "--seed" in message("--seed", 10**30)
     assert message("--steps", 0).startswith("functional-moe: --steps 0: must be at least 1")

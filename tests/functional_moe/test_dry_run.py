@@ -239,7 +239,8 @@ def test_ablations_of_the_published_run(table: ModuleType, runs: Any) -> None:
     rows = {row.what.strip(): row for row in table.ablations(runs)}
     assert rows["the gain"].predicted == pytest.approx(597 / 441, rel=0.05)
     assert rows["32,768: checkpoints in Grace"].predicted == pytest.approx(508, rel=0.15)
-    assert rows["HBM to have the network beside it, boundaries kept"].predicted > 96
+    # Of 96, before fragmentation and the buffers of NCCL.
+    assert rows["HBM to have the network beside it, boundaries kept"].predicted > 95.5
 
 
 def test_what_1300_needs(table: ModuleType, runs: Any) -> None:

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from functional_moe import __main__ as command_line
 from functional_moe import hf
 from functional_moe.commands import exchange
-from functional_moe.generate import generate
 from functional_moe.parallel import CheckpointError
+from functional_moe.sampling import generate
 from functional_moe.tree import named_leaves
 
 from .hf_models import FAMILIES, write_model

@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 from functional_moe import hf, optim
 from functional_moe.chain import logits, loss_fn
 from functional_moe.config import PRESETS, MoEConfig
-from functional_moe.generate import generate
 from functional_moe.hf import _weights
 from functional_moe.optim import path_name
 from functional_moe.parameters import Leaf, Params, declare
+from functional_moe.sampling import generate
 from functional_moe.train_step import init_state
 from functional_moe.tree import named_leaves
 

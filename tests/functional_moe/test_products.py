@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from functional_moe import products
 from functional_moe.optim import _matrix_product
-from functional_moe.products import matmul, product
+from functional_moe.products import matmul, product, product_over_rows
 
 sizes = st.integers(0, 9)
 
@@ -37,6 +37,40 @@ def test_the_faster_kernel_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1
     product(random(97, 83, dtype=torch.float64), random(83, 89, dtype=torch.float64))
     assert len(calls) == 1
+
+
+@given(sizes, sizes, sizes, st.booleans(), st.booleans())
+@example(200, 83, 89, False, False)  # three runs of 64 rows for oneDNN, and eight rows for torch
+@example(200, 83, 89, True, False)
+@example(200, 83, 89, False, True)
+@example(192, 83, 89, False, False)
+def test_a_product_over_rows_is_the_transposes_product(n: int, k: int, m: int, turn_x: bool, turn_y: bool) -> None:
+    x = random(k, n).t() if turn_x else random(n, k)
+    y = random(m, n, seed=1).t() if turn_y else random(n, m, seed=1)
+    found = product_over_rows(x, y)
+    # fp32 sums of up to 200 products of size 1, in another order
+    torch.testing.assert_close(found, (x.double().t() @ y.double()).float(), rtol=1e-4, atol=1e-4)
+    assert torch.equal(found, product_over_rows(x, y))
+
+
+def test_a_product_over_rows_reaches_its_kernel_in_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = torch.ops.aten.mkldnn_linear_backward_weights
+    monkeypatch.setattr(torch.ops.aten, "mkldnn_linear_backward_weights", lambda *a: calls.append(a) or real(*a))
+    for rows in (192, 200, 255):
+        product_over_rows(random(rows, 83), random(rows, 89))
+    assert [len(x) for x, *_ in calls] == [192, 192, 192]
+    product_over_rows(random(200, 83, dtype=torch.float64), random(200, 89, dtype=torch.float64))
+    product_over_rows(random(63, 200), random(63, 200))
+    assert len(calls) == 3
+
+
+def test_a_product_over_rows_keeps_the_derivative_and_the_batch() -> None:
+    x, y = random(200, 83).requires_grad_(), random(200, 89, seed=1)
+    (gradient,) = torch.autograd.grad(product_over_rows(x, y).sum(), x)
+    torch.testing.assert_close(gradient, y.sum(1, keepdim=True).expand(200, 83))
+    batch = torch.func.vmap(product_over_rows, (0, None))(x.detach().expand(2, 200, 83), y)
+    torch.testing.assert_close(batch[1], x.detach().t() @ y, rtol=1e-4, atol=1e-4)
 
 
 def test_oneDNN_sees_no_strides_that_it_is_slow_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, ClassVar
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
 from functional_moe.memory import (
@@ -26,10 +28,12 @@ from functional_moe.memory import (
     Segment,
     Value,
     buffer_sizes,
+    describe,
     execute,
     make_schedule,
     output_is_needed,
     run_chain,
+    trace_range,
     verify,
 )
 from tests.memory.conftest import (
@@ -292,6 +296,33 @@ def test_a_replay_for_the_graph_alone_needs_no_output() -> None:
     assert Square.needed == [True, True, True, False]
     check_equal(found, expected)
     assert output_is_needed()
+
+
+def test_a_trace_has_every_instruction_by_its_printed_name_and_changes_nothing() -> None:
+    chain, parameters, batches = make_chain(2), make_parameters(2), [make_batch(0), make_batch(1)]
+    recipes = {"layer0.mix": Recipe(False, "offload", {"mixed": "recompute"})}
+    schedule = make_schedule(chain, recipes, microbatches=2)
+    plain = run(schedule, chain, parameters, batches, 0)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        traced = run(schedule, chain, parameters, batches, 0)
+    check_equal(traced, plain)
+    ranges = [event for event in trace.events() if event.is_user_annotation]
+    assert [event.name for event in sorted(ranges, key=lambda event: event.time_range.start)] == [
+        describe(one) for one in schedule
+    ]
+    (backward,) = (event for event in ranges if event.name == "backward layer1.mix (microbatch 1)")
+    assert backward.cpu_children, "what the backward runs lies within its range"
+
+
+def test_without_a_trace_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(name: object) -> None:
+        raise AssertionError(f"a range {name} while nobody traces")
+
+    monkeypatch.setattr(sys.modules[trace_range.__module__], "record_function", never)
+    chain, parameters, batches = make_chain(1), make_parameters(1), [make_batch(0)]
+    check_equal(run(make_schedule(chain), chain, parameters, batches, 0), reference(chain, parameters, batches))
+    with trace_range(lambda: never("made")):  # type: ignore
+        pass
 
 
 def test_a_leaf_that_nothing_reads_has_a_gradient_of_zeros() -> None:

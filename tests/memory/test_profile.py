@@ -205,3 +205,12 @@ def test_the_least_of_counts_has_nothing_of_what_was_held_late() -> None:
     in_forward = dataclasses.replace(clean, forward={variant: 35})
     for counts in ([in_graph, in_backward, in_forward], [in_forward, in_graph], [clean]):
         assert least(counts) == clean
+
+
+def test_what_onednn_holds_is_counted() -> None:
+    x = torch.ones(64, 64)
+    with LiveBytes() as memory:
+        held = x.to_mkldnn()
+        assert memory.live == 4 * 64 * 64
+        del held
+        assert (memory.live, memory.peak) == (0, 4 * 64 * 64)

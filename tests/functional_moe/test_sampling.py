@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from functional_moe.chain import logits
 from functional_moe.config import MoEConfig
-from functional_moe.generate import choose, generate, make_cache, next_logits
 from functional_moe.model import init_balance
 from functional_moe.parameters import init
+from functional_moe.sampling import choose, generate, make_cache, next_logits
 
 CONFIG = MoEConfig(
     vocab_size=31,
