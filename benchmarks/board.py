@@ -50,7 +50,7 @@ BENCHMARKS = {
     "memory": Entry((), ("--rounds", "1", "--layers", "2", "--hidden-size", "64"), 1),
     "plan": Entry((), ("--layers", "8"), 1),
     "simulator": Entry((), ("--rounds", "1"), 1),
-    "hf_load": Entry((), ("--repeats", "1"), 1),
+    "hf_load": Entry(("--repeats", "5"), ("--repeats", "1"), limit=420),
 }
 
 
