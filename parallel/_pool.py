@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -171,11 +172,27 @@ def _start_worker(port: int) -> _Worker:
     context = multiprocessing.get_context("forkserver")
     # What takes long to import and starts no thread. Only what every path finds: the server does not know sys.path.
     context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor"])
+    _ensure_server()
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, port), daemon=True)
     process.start()
     theirs.close()
     return _Worker(process, ours)
+
+
+def _ensure_server() -> None:
+    """Starts the server that workers come from, if there is none, to ignore Ctrl-C from its first moment on.
+
+    A terminal sends it to all processes: who made the pool ends its workers, and they have nothing to say.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        forkserver.ensure_running()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _collect(workers: list[_Worker], timeout: float) -> list[_Report]:

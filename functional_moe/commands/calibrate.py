@@ -18,6 +18,7 @@ from ..flops import measure_matmul_rate
 from ..machine import read_machine
 from ..parallel import spawn
 from ..parallel._collective_functions import all_gather_single
+from .output import check_writable
 from .settings import SettingsError
 
 SIZES = (256, 512, 1024, 2048)
@@ -56,6 +57,7 @@ def calibrate(settings: CalibrateSettings) -> int:
     """Measures, writes, and reads back what was written."""
     if not 1 <= settings.ranks <= 64:
         raise SettingsError(f"--ranks {settings.ranks}: must be from 1 to 64")
+    check_writable("--out", settings.out)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = launched if launched > 1 else settings.ranks
     if launched > 1:
@@ -71,10 +73,7 @@ def calibrate(settings: CalibrateSettings) -> int:
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if device == "cuda" else [])
     products = [measure_products(dtype, device) for dtype in dtypes]
     text = describe_machine(ranks, device, products, wire)
-    try:
-        settings.out.write_text(text)
-    except OSError as error:
-        raise SettingsError(f"{settings.out}: {error.strerror}") from error
+    settings.out.write_text(text)
     read_machine(str(settings.out))
     print(text, end="")
     print(f"written to {settings.out}")

@@ -16,6 +16,7 @@ from ..memory import HBM, HOST, PlanError, draw, in_bytes, write_trace
 from ..predict import Choice, Prediction, predict
 from ..search import Searched, Shape, assumptions_of, search
 from ..sharding import GatherDtype
+from .output import check_writable
 from .settings import SettingsError
 
 EXPERT_PARTS = (1, 2, 4, 8)
@@ -98,6 +99,7 @@ def _missing(settings: PlanSettings, error: PlanError) -> str:
 
 
 def _plan(settings: PlanSettings) -> int:
+    _check_outputs(settings)
     config, machine = _config(settings), read_machine(settings.hardware)
     choice = _choice(settings, machine)
     budgets = _budgets(settings, machine)
@@ -120,6 +122,18 @@ def _plan(settings: PlanSettings) -> int:
         )
     _write(settings, dry, prediction, budgets)
     return 0
+
+
+def _check_outputs(settings: PlanSettings) -> None:
+    if settings.plot is not None:
+        check_writable("--plot", settings.plot)
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        known = sorted(FigureCanvasBase.get_supported_filetypes())
+        if settings.plot.suffix.removeprefix(".").lower() not in known:
+            raise SettingsError(f"--plot {settings.plot}: a picture ends in one of {', '.join(known)}")
+    if settings.trace is not None:
+        check_writable("--trace", settings.trace)
 
 
 def _config(settings: PlanSettings) -> MoEConfig:
