@@ -123,6 +123,7 @@ def test_every_script_has_its_help(
 ) -> None:
     script = ROOT / command.split()[1]
     monkeypatch.setattr(sys, "argv", [str(script), HELP])
+    monkeypatch.syspath_prepend(script.parent)  # as Python does, and run_path does not
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(script), run_name="__main__")
     assert stop.value.code == 0

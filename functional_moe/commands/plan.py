@@ -127,8 +127,12 @@ def _plan(settings: PlanSettings) -> int:
 def _check_outputs(settings: PlanSettings) -> None:
     if settings.plot is not None:
         check_writable("--plot", settings.plot)
-        from matplotlib.backend_bases import FigureCanvasBase
-
+        try:
+            from matplotlib.backend_bases import FigureCanvasBase
+        except ImportError as error:
+            raise SettingsError(
+                f"--plot {settings.plot}: matplotlib is not installed (the extra 'plot' brings it)"
+            ) from error
         known = sorted(FigureCanvasBase.get_supported_filetypes())
         if settings.plot.suffix.removeprefix(".").lower() not in known:
             raise SettingsError(f"--plot {settings.plot}: a picture ends in one of {', '.join(known)}")

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 from functional_moe import __main__ as command_line
 from functional_moe.commands import calibrate, exchange, plan, sample, train
 from functional_moe.commands import tokenize as tokenize_module
+from functional_moe.commands.output import check_writable
 from functional_moe.commands.program import end
+from functional_moe.commands.settings import SettingsError
 
 SMALL = """
 --model.hidden-size 16 --model.num-hidden-layers 2 --model.num-attention-heads 2 --model.num-key-value-heads 1
@@ -151,6 +154,30 @@ def test_nonsense_is_one_line(
     status, error = answer(line)
     assert status == 2
     assert named in error
+
+
+def test_a_picture_without_matplotlib_is_one_line(
+    answer: Callable[[str], tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    status, error = answer(f"{PLAN_SMALL} --plot x.png")
+    assert status == 2
+    assert "--plot x.png: matplotlib is not installed" in error
+
+
+def test_what_is_there_is_kept_and_asked_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that may not be written is refused though its folder may; a device is taken though its folder may not."""
+    there = tmp_path / "there.toml"
+    there.write_text("kept")
+    check_writable("--out", there)
+    assert there.read_text() == "kept"
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who may write all
+    with pytest.raises(SettingsError, match=r"--out .*there\.toml: may not be written"):
+        check_writable("--out", there)
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", lambda **_: pytest.fail("something was made in /dev"))
+    check_writable("--out", Path(os.devnull))
+    assert list(tmp_path.iterdir()) == [there]
 
 
 INTERRUPTED: dict[str, tuple[Any, str, str]] = {
