@@ -77,6 +77,11 @@ def _linear(x: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * prod(x) * weight[0]
 
 
+def _over_rows(x: torch.Size, y: torch.Size, *_: Any, **__: Any) -> int:
+    """``[rows, in]`` transposed times ``[rows, out]``."""
+    return 2 * prod(x) * y[-1]
+
+
 def _grouped_product(x: torch.Size, y: torch.Size, *_: Any, **__: Any) -> int:
     """``[rows, in] x [groups, in, out]``, or ``[out, rows] x [rows, in]`` with a result for each group of rows."""
     return 2 * prod(x) * y[-1]
@@ -92,6 +97,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 }
 if torch._C._has_mkldnn:
     _FORMULAS[torch.ops.mkldnn._linear_pointwise] = _linear
+    _FORMULAS[torch.ops.aten.mkldnn_linear_backward_weights] = _over_rows
 for _operator, _formula in _FORMULAS.items():
     flop_registry.pop(_operator, None)
     register_flop_formula(_operator)(_formula)

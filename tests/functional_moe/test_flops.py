@@ -14,7 +14,7 @@ from functional_moe.dispatch import decide
 from functional_moe.experts import routed_experts
 from functional_moe.flops import train_flops_per_token
 from functional_moe.model import init_balance
-from functional_moe.products import product
+from functional_moe.products import product, product_over_rows
 
 
 def counted(function, *arguments):
@@ -56,6 +56,8 @@ def test_documents_count_their_own_pairs():
 def test_onednn_products_are_counted():
     x, y = torch.randn(256, 128), torch.randn(128, 512)
     assert counted(product, x, y) == 2 * 256 * 128 * 512
+    x, y = torch.randn(300, 128), torch.randn(300, 512)  # 256 rows by oneDNN, 44 by torch
+    assert counted(product_over_rows, x, y) == 2 * 300 * 128 * 512
 
 
 @pytest.mark.parametrize(
