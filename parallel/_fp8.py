@@ -20,7 +20,7 @@ infinity, and casts to it saturate, so nothing else would show it.
 
 Rounding depends on where blocks begin. Ranks agree bit for bit with each other, because all of them, the owner too, use
 what was sent; they agree with other meshes and with one process wherever the dimension of the blocks is not split, or
-split at multiples of ``BLOCK``.
+split at multiples of ``BLOCK``. Elsewhere values below 1 / 14336 of a block's largest may be rounded otherwise.
 
 OCP Microscaling Formats (MX) 1.0 has these scales, for blocks of 32. DeepSeek-V3 (arXiv 2412.19437, 3.3.2) scales
 weights by blocks of 128 x 128.

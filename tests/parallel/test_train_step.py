@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -305,21 +305,36 @@ def test_a_kept_graph_finds_its_layer_though_others_had_the_buffer(accumulate: i
 FP8 = torch.float8_e4m3fn
 
 
-def fp8_problem(**changes: Any) -> Problem:
-    """Matrices of more than a block, in blocks of 128 and a rest."""
+FP8_DIMS = {"qkv": -1, "gate_up": -1, "o": -2, "down": -2}
+"""Blocks run along what is not hidden."""
+
+
+def of_matrices(function: Callable[[Tensor, int], Tensor], params: Any) -> Any:
+    """``params`` with each matrix replaced by ``function(matrix, dimension of its blocks)``."""
+
+    def one(path: Any, leaf: Tensor) -> Tensor:
+        dim = FP8_DIMS.get(path[-1].key)
+        return leaf if dim is None else function(leaf, leaf.ndim + dim)
+
+    return pytree.tree_map_with_path(one, params)
+
+
+def fp8_problem() -> Problem:
+    """Matrices in blocks of 128 and a rest, so different along the hidden axis that blocks along it would show."""
     config = dataclasses.replace(CONFIG, head_dim=50, moe_intermediate_size=131, intermediate_size=135)
-    return Problem(config, doubled(init(config, seed=1)), batches(config, 5), gather_dtype=FP8)._replace(**changes)
+
+    def spread(leaf: Tensor, dim: int) -> Tensor:
+        hidden = 2 * leaf.ndim - 3 - dim  # the other one of the last two
+        shape = [-1 if axis == hidden else 1 for axis in range(leaf.ndim)]
+        return leaf * torch.exp2(-2 * torch.arange(config.hidden_size, dtype=leaf.dtype)).view(shape)
+
+    params = of_matrices(spread, doubled(init(config, seed=1)))
+    return Problem(config, params, batches(config, 5), gather_dtype=FP8)
 
 
 def rounded(params: Any) -> Any:
-    """What is computed with: blocks run along what is not hidden."""
-    dims = {"qkv": -1, "gate_up": -1, "o": -2, "down": -2}
-
-    def one(path: Any, leaf: Tensor) -> Tensor:
-        dim = dims.get(path[-1].key)
-        return leaf if dim is None else parallel.round_to_fp8(leaf, leaf.ndim + dim)
-
-    return pytree.tree_map_with_path(one, params)
+    """What is computed with."""
+    return of_matrices(parallel.round_to_fp8, params)
 
 
 def test_a_step_in_fp8_is_one_of_rounded_parameters_that_moves_the_wide_ones() -> None:
