@@ -6,7 +6,9 @@ The commands end so, and the examples begin and end so.
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -46,6 +48,8 @@ def end(run: Callable[[], int | None], name: str | None = None) -> NoReturn:
         sys.stdout.flush()
     except OSError:  # what was told already
         _leave_output()
+    # All is done or told: Ctrl-C while the interpreter takes itself apart would change the status, and nothing else.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     sys.exit(status)
 
 

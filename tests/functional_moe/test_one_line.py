@@ -133,6 +133,8 @@ PLAN_SMALL = "plan --config plan.json --nodes 1"
         (f"{TRAIN} --data text --out /proc/x", "/proc/x"),
         ("tokenize text --out file/x.bin", "file"),
         ("tokenize text --out /proc/x.bin", "/proc"),
+        # a folder that is missing is made, but not below a file
+        ("tokenize text --out file/missing/x.bin", "file"),
         ("import model --out file/x", "file"),
         ("import model --out /proc/x", "/proc"),
         ("export run --out file/x", "file"),
@@ -226,6 +228,23 @@ def test_ctrl_c_reaches_all_processes_and_is_told_once(tmp_path: Path, line: str
     assert (process.returncode, errors.splitlines()[-1:]) == (130, ["functional-moe: interrupted"]), errors
     assert "Traceback" not in errors
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_after_the_work_is_done_leaves_the_result_and_its_status(tmp_path: Path) -> None:
+    """While the interpreter ends, which takes longer than to write these tokens."""
+    late = (
+        "import atexit, os, signal; from functional_moe import __main__ as c; "
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT)); c.main()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", late, "tokenize", "--out", "x.bin"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
 
 
 def test_an_output_that_is_full_is_one_line(tmp_path: Path) -> None:
