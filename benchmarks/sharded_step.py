@@ -53,14 +53,20 @@ class AliveBytes(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._track(leaf)
         storages = [storage for one in self._storages.values() if (storage := one()) is not None]
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in storages))
+        self.peak = max(self.peak, sum(_memory(storage) for storage in storages))
         return out
 
     def _track(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        # A matrix of oneDNN's own shows no storage: it stands for its memory.
+        storage: Any = tensor if tensor.is_mkldnn else tensor.untyped_storage()
+        key = id(tensor) if tensor.is_mkldnn else storage._cdata
         if key not in self._storages:
             self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
+
+
+def _memory(storage: Any) -> int:
+    size: int = storage.nbytes if isinstance(storage, Tensor) else storage.nbytes()
+    return size
 
 
 class SentBytes(TorchDispatchMode):

@@ -47,7 +47,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _track(self, tensor: Tensor, counted: bool) -> None:
-        if tensor.layout == torch._mkldnn:  # type: ignore[attr-defined]
+        if tensor.is_mkldnn:
             # oneDNN's own copy of a matrix: it shows no storage, so the tensor stands for its memory.
             self._note(tensor, id(tensor), tensor.nbytes if counted else 0)
         else:
