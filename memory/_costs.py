@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ._chain import Chain, Parameters, Segment
 from ._hardware import Hardware, Link
 from ._profile import Sizes, Variant, variants_of
-from ._replay import record_segment, run_backward, run_segment
+from ._replay import first_of_each_kind, record_segment, run_backward, run_segment
 from ._schedule import HBM, Backward, Fetch, Forward, Gather, Instruction, Offload, ReduceScatter, Schedule, Update
 
 
@@ -173,8 +173,7 @@ def measure_seconds(
             torch.cuda.synchronize()
         return time.perf_counter() - begin
 
-    def segment_seconds(segment: Segment, x: Tensor | None) -> SegmentSeconds:
-        own = {layer: parameters[layer] for layer in segment.layers}
+    def segment_seconds(segment: Segment, own: Parameters, x: Tensor | None) -> SegmentSeconds:
         first = run_segment(segment, own, x, context, {})
         cotangent = None if first.output is None else torch.ones_like(first.output)
         forward, backward, without_output = {}, {}, {}
@@ -191,12 +190,8 @@ def measure_seconds(
         return SegmentSeconds(forward, backward, without_output)
 
     context = chain.prepare(batch)
-    x: Tensor | None = None
-    kinds: dict[str, SegmentSeconds] = {}
-    found: dict[str, SegmentSeconds] = {}
-    for segment in chain.segments:
-        if segment.kind not in kinds:
-            kinds[segment.kind] = segment_seconds(segment, x)
-        found[segment.name] = kinds[segment.kind]
-        x = run_segment(segment, {layer: parameters[layer] for layer in segment.layers}, x, context, {}).output
-    return found
+    kinds = {
+        segment.kind: segment_seconds(segment, own, x)
+        for segment, own, x in first_of_each_kind(chain, parameters, context)
+    }
+    return {segment.name: kinds[segment.kind] for segment in chain.segments}

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ._chain import Chain, Parameters, Segment
 from ._profile import variants_of
-from ._replay import record_segment, run_backward, run_segment
+from ._replay import first_of_each_kind, record_segment, run_backward, run_segment
 
 
 class Operator(NamedTuple):
@@ -104,23 +104,14 @@ def list_operators(chain: Chain, parameters: Parameters, batch: Any) -> dict[str
       the operators of every segment, by name; segments of one kind share theirs.
     """
     context = chain.prepare(batch)
-    x: Tensor | None = None
-    kinds: dict[str, SegmentOperators] = {}
-    found: dict[str, SegmentOperators] = {}
-    for segment in chain.segments:
-        own = {layer: parameters[layer] for layer in segment.layers}
-        if segment.kind not in kinds:
-            kinds[segment.kind], output = _list_of_segment(segment, own, x, context)
-        elif segment is not chain.segments[-1]:
-            output = run_segment(segment, own, x, context, {}).output
-        found[segment.name] = kinds[segment.kind]
-        x = output
-    return found
+    kinds = {
+        segment.kind: _list_of_segment(segment, own, x, context)
+        for segment, own, x in first_of_each_kind(chain, parameters, context)
+    }
+    return {segment.name: kinds[segment.kind] for segment in chain.segments}
 
 
-def _list_of_segment(
-    segment: Segment, parameters: Parameters, x: Tensor | None, context: Any
-) -> tuple[SegmentOperators, Tensor | None]:
+def _list_of_segment(segment: Segment, parameters: Parameters, x: Tensor | None, context: Any) -> SegmentOperators:
     first = run_segment(segment, parameters, x, context, {})
     cotangent = None if first.output is None else torch.ones_like(first.output)
     forward, backward, without_output = {}, {}, {}
@@ -136,4 +127,4 @@ def _list_of_segment(
             run_backward(tape, cotangent)
         backward[given] = tuple(log.operators)
         del tape
-    return SegmentOperators(forward, backward, without_output), first.output
+    return SegmentOperators(forward, backward, without_output)

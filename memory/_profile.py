@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ._chain import Chain, Parameters, Segment
 from ._pool import tree_bytes
-from ._replay import record_segment, run_backward, run_segment
+from ._replay import first_of_each_kind, record_segment, run_backward, run_segment
 from ._schedule import Value
 
 
@@ -187,18 +187,15 @@ def profile_chain(chain: Chain, parameters: Parameters, batch: Any) -> dict[str,
       the profile of every segment, by name; segments of one kind are alike but for the names of their layers.
     """
     context = chain.prepare(batch)
-    x: Tensor | None = None
-    kinds: dict[str, SegmentProfile] = {}
+    kinds = {
+        segment.kind: _profile_segment(segment, own, x, context)
+        for segment, own, x in first_of_each_kind(chain, parameters, context)
+    }
     found: dict[str, SegmentProfile] = {}
     for segment in chain.segments:
-        own = {layer: parameters[layer] for layer in segment.layers}
-        if segment.kind not in kinds:
-            kinds[segment.kind] = _profile_segment(segment, own, x, context)
         profile = kinds[segment.kind]
         gradient = dict(zip(segment.layers, profile.gradient.values(), strict=True))
         found[segment.name] = dataclasses.replace(profile, gradient=gradient)
-        if segment is not chain.segments[-1]:
-            x = run_segment(segment, own, x, context, {}).output
     return found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from ._chain import Parameters, Result, Segment, Tree
+from ._chain import Chain, Parameters, Result, Segment, Tree
 from ._store import structure_paths
 
 
@@ -74,6 +74,24 @@ def run_segment(
     """The segment without a graph."""
     with torch.no_grad():
         return segment.function(parameters, x, context, residuals)
+
+
+def first_of_each_kind(
+    chain: Chain, parameters: Parameters, context: Any
+) -> Iterator[tuple[Segment, Parameters, Tensor | None]]:
+    """The first segment of each kind, its parameters, and an input such as it has one.
+
+    Segments of one kind are alike, so the others are not run: what comes after one of them gets the first one's output.
+    """
+    outputs: dict[str, Tensor | None] = {}
+    x: Tensor | None = None
+    for segment in chain.segments:
+        if segment.kind not in outputs:
+            own = {layer: parameters[layer] for layer in segment.layers}
+            yield segment, own, x
+            last = segment is chain.segments[-1]
+            outputs[segment.kind] = None if last else run_segment(segment, own, x, context, {}).output
+        x = outputs[segment.kind]
 
 
 def record_segment(

@@ -12,6 +12,7 @@ recomputes a layer hands it back.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -273,12 +274,14 @@ def expert_parallel(declared: Tree, layout: Layout, axis: str = "ep") -> ExpertP
     if sizes.get(axis) == 1:
         return None
     first: tuple[str, Tensor] | None = None
+    # The stacks of one model lie in few ways.
+    table_of = functools.cache(lambda count, placed, dim: experts_of_rank(count, placed, sizes, dim, axis))
     for path, (leaf, placements) in zip_leaves(declared, "the declaration", ("the placements", layout.placements)):
         if "experts" not in leaf.axes:
             continue
         dim = leaf.axes.index("experts")
         try:
-            table = experts_of_rank(leaf.shape[dim], placements, sizes, dim, axis)
+            table = table_of(leaf.shape[dim], placements, dim)
         except ValueError as error:
             raise ValueError(f"leaf {path!r}: {error}") from None
         first = first or (path, table)
