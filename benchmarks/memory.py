@@ -66,7 +66,7 @@ class Problem:
         """One step by a schedule, offloading within the host's memory."""
         sizes = memory.profile_here(self.chain, self.layers, self.batch)
         reports = verify(schedule, self.chain, sizes)
-        slabs = {tier: report.peak for tier, report in reports.items() if tier != HBM}
+        slabs = {tier: report.slab for tier, report in reports.items() if tier != HBM}
         return lambda: execute(schedule, self.chain, ResidentStore(self.layers), [self.batch], slabs=slabs)
 
     def by_hand(self, checkpointed: bool) -> Run:

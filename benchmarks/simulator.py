@@ -152,7 +152,7 @@ def run_case(case: Case, rounds: int) -> Outcome:
     costs = Costs(seconds, gather, reduce, {"host": copy}, {"host": copy}, one_link=True)
     schedule = make_schedule(chain, RECIPES[case.recipe](chain), microbatches=case.microbatches, gathers=gathers)
     reports = verify(schedule, chain, sizes)
-    slabs = {tier: report.peak for tier, report in reports.items() if tier != HBM}
+    slabs = {tier: report.slab for tier, report in reports.items() if tier != HBM}
     predicted = simulate(schedule, chain, sizes, costs).seconds
 
     def step() -> None:

@@ -1,8 +1,7 @@
 """The training step within budgets of memory: what a process holds is measured, and the schedule that fits is found.
 
-A step has two parts. While it differentiates, memory holds the parameters, the optimizer's state, the batch, gradients
-as they grow, and what the schedule keeps; this part the planner fits into the budget. Then the optimizer's update makes
-new parameters and a new state beside the old ones; no schedule changes that, so it is a floor of the budget.
+The schedule is of the whole step, the optimizer's updates included: layer by layer, with each layer's state where there
+is room for it, in HBM or in a further tier.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .chain import Microbatch, by_layer, make_chain
+from .chain import Microbatch, by_layer, from_layers, make_chain
 from .config import MoEConfig
 from .evaluate import GatheredLayers
 from .memory import (
@@ -24,6 +23,7 @@ from .memory import (
     Chain,
     Copies,
     Costs,
+    Execution,
     Gathers,
     HostCopies,
     Link,
@@ -32,44 +32,49 @@ from .memory import (
     PlanError,
     SegmentSeconds,
     Sizes,
+    UpdateBytes,
+    Updates,
     least,
     measure_seconds,
+    of_optimizer,
     plan,
     profile_here,
+    tree_bytes,
 )
 from .model import Batch, count_totals
-from .optim import GradientTransformation, apply_updates
+from .optim import GradientTransformation
 from .parallel import Layout, ShardedLayers, local_parts
 from .sharding import Sharding, as_gathered, make_sharding
 from .train_step import TrainState, microbatches
+from .updates import LayerUpdates, StepUpdates, Verdict
 
 _LINK_BYTES = 1 << 24
 """Copied to measure a link: enough for latency not to matter, and soon done."""
 
 
 COUNTS = 6
-"""How often the memory of segments that exchange tokens is counted, for the least."""
+"""How often memory is counted where ranks exchange tokens or matrices, for the least."""
 
-
-_ROUNDED = "rounded parameters"
-"""Of one process, while it differentiates; see ``sharding.as_gathered``."""
+_RUNS = 3
+"""Of which the first does not count for time."""
 
 
 class StepPlan(NamedTuple):
     """What ``make_train_step`` needs to stay within budgets."""
 
     plan: Plan
+    """Its schedule has the optimizer's updates; states that it has in a further tier are put there by ``at_home``."""
     slabs: dict[str, int]
     """Bytes of the tiers that values are moved to."""
-    update: int
-    """Bytes of HBM at the peak of the optimizer's update, with all that stands then."""
+    states: dict[str, int]
+    """Bytes of the optimizer's state that lies in further tiers."""
     expert_parts: int
     """In which tokens go through their experts."""
 
     @property
     def peak(self) -> int:
-        """Bytes of HBM at the peak of the whole step."""
-        return max(self.update, self.plan.timeline.reports[HBM].peak)
+        """Bytes of HBM at the peak of the step."""
+        return self.plan.timeline.reports[HBM].peak
 
 
 class _Measured(NamedTuple):
@@ -79,8 +84,14 @@ class _Measured(NamedTuple):
     seconds: dict[str, SegmentSeconds]
     gather: dict[str, float]  # seconds, by layer
     reduce: dict[str, float]
-    update: int  # bytes of the update besides what stands before it
-    gradient: int  # bytes
+    update: dict[str, float]
+
+
+class _MeasuredUpdate(NamedTuple):
+    """What the optimizer's update of one layer takes."""
+
+    size: UpdateBytes  # with its state in HBM
+    seconds: float
 
 
 def plan_step(
@@ -93,19 +104,23 @@ def plan_step(
     layout: Layout | None = None,
     accumulate: int = 1,
     expert_parts: Sequence[int] = (1,),
+    donate: bool = False,
     copies: Copies | None = None,
     gather_dtype: torch.dtype | None = None,
     gather: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> StepPlan:
     """The fastest schedule of a step whose memory fits, with the first of ``expert_parts`` for which there is one.
 
-    Runs every kind of segment, and the update, some times on the arguments: memory is counted, and time taken, where
-    training will be. Nothing is changed.
+    Runs every kind of segment, and the update of every kind of layer, some times on the arguments or copies of them:
+    memory is counted, and time taken, where training will be. Nothing is changed.
 
     Counted in ``"hbm"``: parameters, optimizer state, batch and gradients of this process, in the bytes of their
     tensors; gather buffers and the messages of sharded layers; what segments keep; and the working memory of segments,
-    reductions and the update. Not counted: what an operator of torch allocates within itself, what the allocator rounds
+    reductions and updates. Not counted: what an operator of torch allocates within itself, what the allocator rounds
     up to, and, where experts are spread over ranks, tokens that a rank gets beyond what it got here.
+
+    With a further tier, the optimizer's state lies there, of as many layers as fit, where that makes the step possible
+    or faster; not where it is sharded over devices, whose DTensors hold no host tensors.
 
     Args:
       config: the model.
@@ -117,113 +132,238 @@ def plan_step(
       accumulate: microbatches per step.
       expert_parts: as the step takes it; the later ones are for when nothing fits, because every part is rounded and
         added by itself: a choice by measured time would not be the same in another run.
+      donate: as the step has it; without it old and new state are there together.
       copies: how values get to further tiers; by default within the host's memory.
       gather_dtype: as the step has it.
       gather: the values of all ranks from this rank's; needed with a layout, because all run one schedule.
 
     Raises:
       PlanError: nothing fits; names the smallest budget of HBM that works, and what fills it.
-      ValueError: for a batch whose rows ``accumulate`` does not divide.
+      ValueError: for a batch whose rows ``accumulate`` does not divide, or an optimizer that does not work layer by
+        layer.
     """
+    here = local_parts(state)
+    updates = LayerUpdates(optimizer, config)
+    measured = _measure_updates(updates, here, donate, 1 if layout is None else COUNTS)
+    copies = HostCopies() if copies is None else copies
     refused = []
     for parts in expert_parts:
+        step = _Step(config, updates, here, batch, layout, accumulate, parts, donate, copies, gather_dtype, gather)
         try:
-            return _plan_step(
-                config, optimizer, state, batch, budgets, layout, accumulate, parts, copies, gather_dtype, gather
-            )
+            return _plan_step(step, measured, budgets)
         except PlanError as error:
             refused.append(error)
     raise min(refused, key=lambda error: error.missing)
 
 
-def _plan_step(
-    config: MoEConfig,
-    optimizer: GradientTransformation,
-    state: TrainState,
-    batch: Batch,
-    budgets: Mapping[str, int],
-    layout: Layout | None,
-    accumulate: int,
-    expert_parts: int,
-    copies: Copies | None,
-    gather_dtype: torch.dtype | None,
-    gather: Callable[[Any], list[Any]],
-) -> StepPlan:
-    sharding = None if layout is None else make_sharding(config, layout, gather_dtype, torch.float32)
+class _Step(NamedTuple):
+    """What is planned."""
+
+    config: MoEConfig
+    updates: LayerUpdates
+    here: TrainState  # local parts
+    batch: Batch
+    layout: Layout | None
+    accumulate: int
+    expert_parts: int
+    donate: bool
+    copies: Copies
+    gather_dtype: torch.dtype | None
+    gather: Callable[[Any], list[Any]]
+
+
+def _plan_step(step: _Step, updates: Mapping[str, _MeasuredUpdate], budgets: Mapping[str, int]) -> StepPlan:
+    sharding = None
+    if step.layout is not None:
+        sharding = make_sharding(step.config, step.layout, step.gather_dtype, torch.float32)
     expert_parallel = None if sharding is None else sharding.expert_parallel
-    chain = make_chain(config, "fused", expert_parallel, expert_parts)
-    here = local_parts(state)
-    part = Microbatch(microbatches(batch, accumulate)[0], here.balance, count_totals(batch))
+    chain = make_chain(step.config, "fused", expert_parallel, step.expert_parts)
+    found = _largest(step.gather(_measure(step, chain, sharding, updates)))
+    further = [tier for tier in budgets if tier != HBM]
+    write: dict[str, Link] = {}
+    read: dict[str, Link] = {}
+    if further:
+        # Of one rank, because all plan with the same figures.
+        out, back = step.gather(_links(step.copies, step.here.balance.device))[0]
+        write, read = dict.fromkeys(further, out), dict.fromkeys(further, back)
+    costs = Costs(found.seconds, found.gather, found.reduce, write, read, found.update)
+    planned, refused = [], []
+    for homes in _homes(chain, found.sizes, budgets, step):
+        sizes = found.sizes if step.donate else _beside(found.sizes, homes)
+        limits = _limits(budgets, _states(found.sizes, homes), step)
+        try:
+            planned.append(_with_homes(homes, chain, sizes, costs, limits, step.accumulate, sharding))
+        except PlanError as error:
+            refused.append(error)
+    if not planned:
+        raise min(refused, key=lambda error: error.missing)
+    best = min(planned, key=lambda one: one.timeline.seconds)
+    slabs = {tier: report.slab for tier, report in best.timeline.reports.items() if tier != HBM}
+    return StepPlan(best, slabs, _states(found.sizes, best.schedule.homes), step.expert_parts)
+
+
+def _measure(step: _Step, chain: Chain, sharding: Sharding | None, updates: Mapping[str, _MeasuredUpdate]) -> _Measured:
+    here = step.here
+    part = Microbatch(microbatches(step.batch, step.accumulate)[0], here.balance, count_totals(step.batch))
     layers: Mapping[str, Any] = by_layer(here.params)
     # One process computes with a copy where its parameters are rounded.
-    rounded = here.params if sharding is not None else as_gathered(here.params, config, gather_dtype)
+    rounded = here.params if sharding is not None else as_gathered(here.params, step.config, step.gather_dtype)
     parameters = by_layer(rounded) if sharding is None else GatheredLayers(sharding.layers.store(layers))
+    exchanges = sharding is not None and sharding.expert_parallel is not None
 
     # gloo's threads hold what an exchange of tokens sent for a moment after it is done: in every fifth count or so.
-    counts = [profile_here(chain, parameters, part) for _ in range(1 if expert_parallel is None else COUNTS)]
+    counts = [profile_here(chain, parameters, part) for _ in range(COUNTS if exchanges else 1)]
     sizes = dataclasses.replace(
-        counts[0], segments={name: least([one.segments[name] for one in counts]) for name in counts[0].segments}
+        counts[0],
+        segments={name: least([one.segments[name] for one in counts]) for name in counts[0].segments},
+        resident={
+            HBM: {
+                "parameters": _bytes(here.params),
+                "rounded parameters": _bytes((here.params, rounded)) - _bytes(here.params),
+                "counts and rates": _bytes(step.updates.buckets.split(here.opt_state).shared),
+                "batch": _bytes((dict(step.batch), here.balance)),
+            }
+        },
+        updates={layer: one.size for layer, one in updates.items()},
     )
-    resident = {
-        "parameters": _bytes(here.params),
-        _ROUNDED: _bytes((here.params, rounded)) - _bytes(here.params),
-        "optimizer state": _bytes(here.opt_state),
-        "batch": _bytes((dict(batch), here.balance)),
-    }
-    sizes = dataclasses.replace(sizes, resident={HBM: resident})
     seconds = measure_seconds(chain, parameters, part)
     gathering: dict[str, float] = {}
     reducing: dict[str, float] = {}
     if sharding is not None:
         sizes = _with_messages(sizes, sharding.layers)
         gathering, reducing = _message_seconds(sharding, layers)
-    gradient = sum(sizes.reduced_layers.values()) if sharding is not None else resident["parameters"]
-    found = _Measured(sizes, seconds, gathering, reducing, _update_bytes(optimizer, here), gradient)
-    found = _largest(gather(found))
-
-    further = [tier for tier in budgets if tier != HBM]
-    write: dict[str, Link] = {}
-    read: dict[str, Link] = {}
-    if further:
-        # Of one rank, because all plan with the same figures.
-        out, back = gather(_links(HostCopies() if copies is None else copies, part.balance.device))[0]
-        write, read = dict.fromkeys(further, out), dict.fromkeys(further, back)
-    costs = Costs(found.seconds, found.gather, found.reduce, write, read)
-    standing = {name: size for name, size in found.sizes.resident[HBM].items() if name != _ROUNDED}
-    update = sum(standing.values()) + found.gradient + found.update
-    planned, refused = _within(budgets, found, costs, chain, accumulate, sharding)
-    if planned is not None and update <= budgets.get(HBM, update):
-        slabs = {tier: report.peak for tier, report in planned.timeline.reports.items() if tier != HBM}
-        return StepPlan(planned, slabs, update, expert_parts)
-    if refused is not None and budgets[HBM] + refused.missing >= update:
-        raise refused
-    listed = ", ".join(f"{name}: {size:,}" for name, size in standing.items())
-    raise PlanError(
-        f"no schedule fits {budgets[HBM]:,} bytes of {HBM}: the smallest budget that works is {update:,}, reached in "
-        f"the optimizer's update by {listed}, gradient: {found.gradient:,}, new state and working memory: "
-        f"{found.update:,}",
-        HBM,
-        update - budgets[HBM],
-    )
+    return _Measured(sizes, seconds, gathering, reducing, {layer: one.seconds for layer, one in updates.items()})
 
 
-def _within(
-    budgets: Mapping[str, int],
-    found: _Measured,
-    costs: Costs,
+def _homes(chain: Chain, sizes: Sizes, budgets: Mapping[str, int], step: _Step) -> list[dict[str, str]]:
+    """Where the states may lie: in HBM, or of as many layers as fit in a further tier."""
+    choices: list[dict[str, str]] = [{}]
+    if step.layout is not None and step.layout.mesh.device_type != "cpu":
+        return choices  # a DTensor there holds no host tensor
+    for tier in budgets:
+        away: dict[str, str] = {}
+        for layer in chain.layers if tier != HBM else ():
+            more = {**away, layer: tier}
+            if _limits(budgets, _states(sizes, more), step)[tier] >= 0:
+                away = more
+        if _states(sizes, away):
+            choices.append(away)
+    return choices
+
+
+def _states(sizes: Sizes, homes: Mapping[str, str]) -> dict[str, int]:
+    """Bytes of the states in further tiers."""
+    found: dict[str, int] = {}
+    for layer, tier in homes.items():
+        if tier != HBM and sizes.updates[layer].state:
+            found[tier] = found.get(tier, 0) + sizes.updates[layer].state
+    return found
+
+
+def _limits(budgets: Mapping[str, int], states: Mapping[str, int], step: _Step) -> dict[str, int]:
+    """The budgets less what reserving memory of further tiers rounds up: of states, and of the slab beside them."""
+    found = dict(budgets)
+    times = 1 if step.donate else 2  # the old states, and the new ones
+    for tier in found:
+        if tier != HBM:
+            taken = times * states.get(tier, 0)
+            left = found[tier] - times * step.copies.reserved(states.get(tier, 0))
+            found[tier] = taken + _largest_slab(step.copies, left) if left >= 0 else -1
+    return found
+
+
+def _largest_slab(copies: Copies, limit: int) -> int:
+    """Bytes of the largest slab that takes no more than ``limit``."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if copies.reserved(middle) <= limit:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _beside(sizes: Sizes, homes: Mapping[str, str]) -> Sizes:
+    """The sizes of a step that donates nothing: what it makes anew for further tiers is there beside the old."""
+    updates = {
+        layer: one._replace(kept=one.kept - (one.state if homes.get(layer, HBM) != HBM else 0))
+        for layer, one in sizes.updates.items()
+    }
+    anew = {tier: {"new optimizer state": size} for tier, size in _states(sizes, homes).items()}
+    return dataclasses.replace(sizes, updates=updates, resident={**sizes.resident, **anew})
+
+
+def _with_homes(
+    homes: Mapping[str, str],
     chain: Chain,
+    sizes: Sizes,
+    costs: Costs,
+    limits: Mapping[str, int],
     accumulate: int,
     sharding: Sharding | None,
-) -> tuple[Plan | None, PlanError | None]:
-    """A plan, layers gathered ahead of time if there is room for that; or what the smallest lacks."""
+) -> Plan:
+    """A plan, layers gathered and states fetched ahead of time if there is room for that."""
     refused = []
     for prefetch in (1,) if sharding is None else (1, 0):
         gathers = None if sharding is None else Gathers(sharding.layers.sizes, prefetch)
-        try:
-            return plan(chain, found.sizes, costs, budgets, microbatches=accumulate, gathers=gathers), None
-        except PlanError as error:
-            refused.append(error)
-    return None, min(refused, key=lambda error: error.missing)
+        for ahead in (1, 0) if homes else (1,):
+            updates = Updates(homes, lag=ahead, lead=ahead)
+            try:
+                return plan(chain, sizes, costs, limits, microbatches=accumulate, gathers=gathers, updates=updates)
+            except PlanError as error:
+                refused.append(error)
+                if error.instruction is None or not of_optimizer(error.instruction):
+                    break
+    raise min(refused, key=lambda error: error.missing)
+
+
+def _measure_updates(layers: LayerUpdates, state: TrainState, donate: bool, counts: int) -> dict[str, _MeasuredUpdate]:
+    """The update of each layer, on a copy; layers of the same shapes are alike."""
+    own = layers.buckets.split(state.opt_state).own
+    params = by_layer(state.params)
+    found: dict[tuple[Any, ...], _MeasuredUpdate] = {}
+    keys = {layer: _shapes((params[layer], own[layer])) for layer in params}
+    for layer, key in keys.items():
+        if key not in found:
+            found[key] = _measure_update(layers, state, layer, donate, counts)
+    return {layer: found[key] for layer, key in keys.items()}
+
+
+def _measure_update(layers: LayerUpdates, state: TrainState, layer: str, donate: bool, counts: int) -> _MeasuredUpdate:
+    params = by_layer(state.params)
+    states = layers.buckets.split(state.opt_state)
+    one = torch.ones((), device=state.balance.device)
+    no_metrics: Any = None
+
+    def make() -> Callable[[], Any]:
+        """An update of the layer, with all that it changes made for it."""
+        tree, own = pytree.tree_map(torch.clone, (params[layer], states.own[layer]))
+        gradient = pytree.tree_map(torch.ones_like, tree)
+        step = StepUpdates(
+            layers,
+            from_layers({**params, layer: tree}),
+            layers.buckets.join({**states.own, layer: own}, states.shared),
+            dict.fromkeys(params, HBM),
+            lambda done: Verdict(no_metrics, one, one > 0),
+            donate,
+            None,
+        )
+        step.begin(Execution(one, {}, ()))
+        return lambda: step.update(layer, gradient, own)
+
+    peaks, taken = [], []
+    with torch.no_grad():
+        for _ in range(counts):
+            update = make()
+            with LiveBytes() as memory:
+                update()
+            peaks.append(memory.peak)
+        for _ in range(_RUNS):
+            taken.append(_timed(make(), one.device.type))
+    size = tree_bytes(states.own[layer])
+    kept = 0 if donate else _bytes(params[layer]) + size
+    return _MeasuredUpdate(UpdateBytes(size, min(peaks), kept), min(taken[1:]))
 
 
 def _with_messages(sizes: Sizes, layers: ShardedLayers) -> Sizes:
@@ -234,21 +374,6 @@ def _with_messages(sizes: Sizes, layers: ShardedLayers) -> Sizes:
         reduced_layers={name: one.reduced for name, one in known.items()},
         reductions={name: one.reduction for name, one in known.items()},
     )
-
-
-def _update_bytes(optimizer: GradientTransformation, state: TrainState) -> int:
-    """Bytes of the optimizer's update at its peak, besides the old state and the gradient, which the step lets go once
-    there are updates.
-    """
-    with torch.no_grad(), LiveBytes() as memory:
-        gradient = pytree.tree_map(torch.ones_like, state.params)
-        size = _bytes(gradient)
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        del gradient
-        params = apply_updates(state.params, updates)
-    del updates, opt_state, params
-    peak: int = memory.peak
-    return max(0, peak - size)
 
 
 def _message_seconds(sharding: Sharding, layers: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
@@ -268,38 +393,33 @@ def _message_seconds(sharding: Sharding, layers: Mapping[str, Any]) -> tuple[dic
             store.reduce(layer)
             store.drop_gradient(layer)
 
-        gathering |= dict.fromkeys(alike, _seconds(gather, sharding))
-        reducing |= dict.fromkeys(alike, _seconds(reduce, sharding))
+        gathering |= dict.fromkeys(alike, _seconds(gather, sharding.layers.mesh.device_type))
+        reducing |= dict.fromkeys(alike, _seconds(reduce, sharding.layers.mesh.device_type))
     return gathering, reducing
 
 
-def _seconds(run: Callable[[], None], sharding: Sharding) -> float:
-    """The better of two runs, after one that does not count."""
-    taken = []
-    for _ in range(3):
-        _synchronize(sharding.layers.mesh.device_type)
-        begin = time.perf_counter()
-        run()
-        _synchronize(sharding.layers.mesh.device_type)
-        taken.append(time.perf_counter() - begin)
-    return min(taken[1:])
+def _timed(run: Callable[[], Any], device: str) -> float:
+    _synchronize(device)
+    begin = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _seconds(run: Callable[[], Any], device: str) -> float:
+    """The best of some runs."""
+    return min([_timed(run, device) for _ in range(_RUNS)][1:])
 
 
 def _links(copies: Copies, device: torch.device) -> tuple[Link, Link]:
     """To a further tier and back, as measured."""
     slab = copies.slab(_LINK_BYTES)
     near = torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=device)
-    links = []
-    for source, destination in ((near, slab), (slab, near)):
-        taken = []
-        for _ in range(3):
-            _synchronize(device.type)
-            begin = time.perf_counter()
-            copies.start(source, destination).wait()
-            _synchronize(device.type)
-            taken.append(time.perf_counter() - begin)
-        links.append(Link(_LINK_BYTES / min(taken[1:])))
-    return links[0], links[1]
+
+    def link(source: Tensor, destination: Tensor) -> Link:
+        return Link(_LINK_BYTES / _seconds(lambda: copies.start(source, destination).wait(), device.type))
+
+    return link(near, slab), link(slab, near)
 
 
 def _synchronize(device: str) -> None:
@@ -314,6 +434,11 @@ def _bytes(tree: Any) -> int:
         if isinstance(leaf, Tensor):
             storages[leaf.untyped_storage().data_ptr()] = leaf.untyped_storage().nbytes()
     return sum(storages.values())
+
+
+def _shapes(tree: Any) -> tuple[Any, ...]:
+    leaves, spec = pytree.tree_flatten(tree)
+    return spec, *((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _largest(values: Sequence[Any]) -> Any:

@@ -77,6 +77,7 @@ from ._schedule import ScheduleError as ScheduleError
 from ._schedule import Update as Update
 from ._schedule import Value as Value
 from ._schedule import describe as describe
+from ._schedule import of_optimizer as of_optimizer
 from ._schedule import stream_of as stream_of
 from ._simulate import Part as Part
 from ._simulate import Timeline as Timeline

@@ -28,6 +28,10 @@ class Copies(Protocol):
         """``size`` bytes of a further tier, uint8: reserved once, before the step."""
         ...
 
+    def reserved(self, size: int) -> int:
+        """Bytes that a slab of ``size`` takes; the more, the larger it is."""
+        ...
+
     def start(self, source: Tensor, destination: Tensor) -> Copy:
         """Begins to copy what was computed so far; neither tensor may be touched before the copy's ``wait``."""
         ...
@@ -68,6 +72,10 @@ class HostCopies:
         """Ordinary memory."""
         return torch.empty(size, dtype=torch.uint8)
 
+    def reserved(self, size: int) -> int:
+        """As many."""
+        return size
+
     def start(self, source: Tensor, destination: Tensor) -> Copy:
         """Remembers what to copy."""
         return _Deferred(source, destination, lambda: None)
@@ -92,6 +100,10 @@ class AdversarialCopies:
     def slab(self, size: int) -> Tensor:
         """Bytes that are NaN in every floating dtype."""
         return torch.full((size,), 0xFF, dtype=torch.uint8)
+
+    def reserved(self, size: int) -> int:
+        """As many."""
+        return size
 
     def start(self, source: Tensor, destination: Tensor) -> Copy:
         """Spoils the destination, and perhaps completes some of the copies before."""
@@ -143,8 +155,8 @@ class CudaCopies:
     def slab(self, size: int) -> Tensor:
         """Pinned memory, in one piece: pinning each tensor costs milliseconds, and torch rounds each up.
 
-        Torch rounds the piece up to a power of two too, and gives one of the same size out again, without pinning
-        anew, once all copies to and from it are done.
+        Torch rounds the piece up too, and gives one of the same size out again, without pinning anew, once all copies
+        to and from it are done.
 
         Raises:
           MemoryError: when it cannot be pinned. Nothing falls back to memory that is not: its copies would hold up the
@@ -153,12 +165,15 @@ class CudaCopies:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
-            rounded = 1 << max(0, size - 1).bit_length()
             raise MemoryError(
-                f"{rounded:,} bytes of host memory ({size:,}, rounded up) cannot be pinned, and copies to memory that "
-                "is not pinned are several times slower and hold up the computation: choose a smaller host budget "
-                f"({str(error).splitlines()[0]})"
+                f"{self.reserved(size):,} bytes of host memory ({size:,}, rounded up) cannot be pinned, and copies to "
+                "memory that is not pinned are several times slower and hold up the computation: choose a smaller host "
+                f"budget ({str(error).splitlines()[0]})"
             ) from error
+
+    def reserved(self, size: int) -> int:
+        """Torch rounds pinned memory up to a power of two."""
+        return 1 << (size - 1).bit_length() if size else 0
 
     def stream(self, source: Tensor) -> torch.cuda.Stream:
         """The stream on which ``source`` is copied."""

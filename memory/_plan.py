@@ -21,7 +21,7 @@ from ._chain import Chain, Segment, check_chain
 from ._costs import Costs
 from ._plan_model import Choices, Model, Numbers, make_model, policies_of, solve
 from ._profile import Sizes
-from ._schedule import HBM, HOST, Backward, Fetch, Forward, Norm, Schedule, describe
+from ._schedule import HBM, HOST, Backward, Forward, Instruction, Schedule, describe, of_optimizer
 from ._simulate import Timeline, run_times, simulate, working_bytes
 from ._verify import TierReport, fixed_contents, verify
 
@@ -52,11 +52,12 @@ class PlanError(ValueError):
     Attributes:
       tier: which is too small.
       missing: bytes that it lacks for the smallest schedule found.
+      instruction: of that schedule, during which it lacks them; ``None`` where what is there all the time is too much.
     """
 
-    def __init__(self, message: str, tier: str, missing: int) -> None:
+    def __init__(self, message: str, tier: str, missing: int, instruction: Instruction | None = None) -> None:
         super().__init__(message)
-        self.tier, self.missing = tier, missing
+        self.tier, self.missing, self.instruction = tier, missing, instruction
 
 
 class Plan(NamedTuple):
@@ -294,6 +295,12 @@ class _Trial(NamedTuple):
     def fits(self) -> bool:
         return not (self.over or self.over_hbm)
 
+    @property
+    def at(self) -> Instruction | None:
+        """During which HBM holds the most."""
+        at = self.reports[HBM].at
+        return self.schedule.instructions[at] if at >= 0 else None
+
 
 class _Search:
     """Proposals, and what exact counting says of them."""
@@ -434,8 +441,8 @@ class _Search:
         seen: set[tuple[str, int]] = set()
         run = 0
         for index, one in enumerate(trial.schedule):
-            if isinstance(one, Norm) or (isinstance(one, Fetch) and one.value.kind == "state"):
-                break  # the optimizer's part, which no recipe changes
+            if of_optimizer(one):
+                break
             if isinstance(one, Forward | Backward):
                 place = number[one.segment]
                 replay = count + 2 * (count - 1 - place)
@@ -485,6 +492,8 @@ class _Search:
             if not known:
                 return
             best = min(known, key=key)
+            if smallest and best.at is not None and of_optimizer(best.at):
+                return
             for choices, pace in self._neighbours(best, smallest):
                 trial = self.trial(choices, pace)
                 if self._counts(trial, smallest) and key(trial) < key(best):
@@ -568,7 +577,7 @@ class _Search:
             self._refuse_tier()
         best = min(within, key=_by_peak)
         report = best.reports[HBM]
-        where = describe(best.schedule.instructions[report.at]) if report.at >= 0 else "the beginning"
+        where = "the beginning" if best.at is None else describe(best.at)
         further = ", ".join(f"{limit:,} of {tier}" for tier, limit in self.problem.budgets.items() if tier != HBM)
         listed = ", ".join(f"{name}: {size:,}" for name, size in report.contents[:8])
         more = len(report.contents) - 8
@@ -579,6 +588,7 @@ class _Search:
             + (f" and {more} smaller" if more > 0 else ""),
             HBM,
             report.peak - self.problem.budgets[HBM],
+            best.at,
         )
 
 

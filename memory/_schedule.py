@@ -227,6 +227,17 @@ def describe(instruction: Instruction) -> str:
             return f"update {bucket}"
 
 
+def of_optimizer(instruction: Instruction) -> bool:
+    """Whether an instruction is part of the optimizer's updates, which no recipe of a segment changes."""
+    match instruction:
+        case Norm() | Update():
+            return True
+        case Offload(value) | Fetch(value) | Drop(value):
+            return value.kind == "state"
+        case _:
+            return False
+
+
 class Place(NamedTuple):
     """A value's copy in one tier."""
 

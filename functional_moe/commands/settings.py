@@ -104,8 +104,8 @@ class TrainSettings:
     does not fit is recomputed, or goes to --host-budget. Not counted: Python and torch themselves, what an operator
     allocates within itself, data, and the copy of the state that is being saved."""
     host_budget: Annotated[str | None, tyro.conf.arg(metavar="BYTES")] = None
-    """Further memory of each process, reserved in one piece, to which activations may be moved; on a CPU it is memory
-    like the other, counted apart. Nothing: they stay."""
+    """Further memory of each process, to which activations may be moved, and where the optimizer's state may lie; on a
+    CPU it is memory like the other, counted apart. Nothing: they stay."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute: auto takes the GPU where torch sees one; of several processes each takes its own."""
     timeout: float = 600.0

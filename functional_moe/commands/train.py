@@ -42,7 +42,7 @@ from ..data import (
 )
 from ..evaluate import make_evaluate
 from ..flops import measure_matmul_rate, train_flops_per_token
-from ..memory import HOST, Copies, CudaCopies, PlanError, explain
+from ..memory import Copies, CudaCopies, PlanError, explain
 from ..model import Batch, init_balance
 from ..optim import GradientTransformation
 from ..optimizers import make_optimizer
@@ -52,6 +52,7 @@ from ..sampling import generate
 from ..sharding import model_layout
 from ..state_file import STATES_FOLDER, StateError, latest_state, load_state, save_state, write_text, writing
 from ..train_step import StepMetrics, TrainState, init_state, make_train_step
+from ..updates import at_home
 from .progress import Progress, printable, save_picture
 from .settings import (
     USER_ERRORS,
@@ -181,10 +182,11 @@ def _planned(
             optimizer,
             state,
             batch,
-            _pinnable(settings.budgets, world.device),
+            settings.budgets,
             layout=layout,
             accumulate=settings.accumulate,
             expert_parts=(1, 2, 4, 8) if settings.expert_parts is None else (settings.expert_parts,),
+            donate=True,
             copies=_copies(world.device),
             gather_dtype=settings.gathered_in,
             gather=functools.partial(world.gather, "measurements"),
@@ -194,8 +196,8 @@ def _planned(
     if world.device.type == "cuda":
         # Reserved and given back, so that what cannot be pinned is known before a step: torch keeps it for the first.
         try:
-            for size in planned.slabs.values():
-                CudaCopies().slab(size)
+            reserved = [CudaCopies().slab(size) for size in (*planned.slabs.values(), *planned.states.values())]
+            del reserved
         except MemoryError as error:
             raise SettingsError(f"--host-budget {settings.host_budget}: {error}") from error
     return planned
@@ -203,13 +205,6 @@ def _planned(
 
 def _copies(device: torch.device) -> Copies | None:
     return CudaCopies() if device.type == "cuda" else None
-
-
-def _pinnable(budgets: dict[str, int], device: torch.device) -> dict[str, int]:
-    """Torch rounds pinned memory up to a power of two: no more than the largest within the budget."""
-    if device.type != "cuda" or HOST not in budgets:
-        return budgets
-    return {**budgets, HOST: 1 << (budgets[HOST].bit_length() - 1)}
 
 
 def _versions() -> dict[str, str]:
@@ -480,6 +475,11 @@ def _loop(
 ) -> _Ended:
     """Steps until the end, an interrupt or too many refused steps; the last state is on the disk."""
     settings, folder, world, layout, optimizer, planned = run
+    if planned is not None:
+        placed = at_home(
+            state.params, state.opt_state, optimizer, settings.model, planned.plan.schedule, _copies(world.device)
+        )
+        state = state._replace(opt_state=placed)
     step_fn = make_train_step(
         settings.model,
         optimizer,
@@ -489,6 +489,7 @@ def _loop(
         copies=_copies(world.device),
         accumulate=settings.accumulate,
         expert_parts=(settings.expert_parts or 1) if planned is None else planned.expert_parts,
+        donate=planned is not None,
         gather_dtype=settings.gathered_in,
     )
     evaluate = make_evaluate(settings.model, layout)

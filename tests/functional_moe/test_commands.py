@@ -157,7 +157,7 @@ def test_a_budget_changes_no_value_and_may_change_itself(
         (("--hbm-budget", "9" * 400), "must be above 0 and at most 1 EiB"),
         (("--hbm-budget", "1GB", "--host-budget", "0"), "--host-budget 0: must be above 0"),
         (("--host-budget", "1GB"), "--host-budget 1GB: has no use without --hbm-budget"),
-        (("--hbm-budget", "1000"), "the smallest budget that works is "),
+        (("--hbm-budget", "1000"), "the smallest budget found that works is "),
     ],
 )
 def test_a_budget_that_cannot_be_is_named_and_makes_no_folder(

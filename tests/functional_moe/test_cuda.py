@@ -79,7 +79,7 @@ def test_offloaded_values_come_back_the_same(make_config, make_params, make_bala
 
     def run(schedule, copies=None):
         slabs = {
-            tier: report.peak for tier, report in memory.verify(schedule, chain, sizes).items() if tier != memory.HBM
+            tier: report.slab for tier, report in memory.verify(schedule, chain, sizes).items() if tier != memory.HBM
         }
         done = memory.execute(schedule, chain, memory.ResidentStore(layers), [part], slabs=slabs, copies=copies)
         return pytree.tree_leaves(done[:2])

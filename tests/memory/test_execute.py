@@ -79,7 +79,7 @@ def run(
     """Verifies and executes, with copies that do their worst; the slab's use is what was predicted."""
     sizes = make_sizes(chain, parameters, batches[0], gathered)
     reports = verify(schedule, chain, sizes)
-    slabs = {tier: report.peak for tier, report in reports.items() if tier != HBM}
+    slabs = {tier: report.slab for tier, report in reports.items() if tier != HBM}
     store = RingStore(parameters, gathered or {}, buffer_sizes(sizes, schedule))
     return execute(schedule, chain, store, batches, slabs=slabs, copies=AdversarialCopies(seed))
 
@@ -97,7 +97,7 @@ def test_any_schedule_computes_the_gradient_bit_for_bit(data: st.DataObject) -> 
     schedule = make_schedule(chain, chosen, microbatches=microbatches, order=order, lag=lag, lead=lead)
     expected = reference(chain, parameters, batches)
     sizes = make_sizes(chain, parameters, batches[0])
-    slabs = {tier: report.peak for tier, report in verify(schedule, chain, sizes).items() if tier != HBM}
+    slabs = {tier: report.slab for tier, report in verify(schedule, chain, sizes).items() if tier != HBM}
     counter.decisions = counter.mixed = 0
     found = execute(schedule, chain, ResidentStore(parameters), batches, slabs=slabs, copies=AdversarialCopies(seed))
     check_equal(found, expected)

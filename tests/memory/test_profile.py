@@ -74,7 +74,7 @@ def test_the_measured_peak_is_the_predicted_one(way: tuple[bool, str, str], micr
     schedule = make_schedule(chain, recipes(*way), microbatches=microbatches, order=order)
     sizes = make_sizes(chain, parameters, batches[0])
     reports = verify(schedule, chain, sizes)
-    slabs = {tier: report.peak for tier, report in reports.items() if tier != HBM}
+    slabs = {tier: report.slab for tier, report in reports.items() if tier != HBM}
     copies = SlabsElsewhere()
     gc.collect()
     with LiveBytes() as memory:

@@ -11,10 +11,12 @@ from torch.utils import _pytree as pytree
 
 from functional_moe import memory, optim, parallel
 from functional_moe.budget import plan_step
+from functional_moe.optimizers import OptimizerSettings, make_optimizer
 from functional_moe.parallel import World
 from functional_moe.parameters import init
 from functional_moe.sharding import model_layout
 from functional_moe.train_step import init_state, make_train_step
+from functional_moe.updates import at_home
 from tests.functional_moe.test_budget import MIDDLE
 
 ROWS, SEQ = 4, 256
@@ -93,3 +95,46 @@ def test_ranks_run_one_schedule_within_the_budget(mesh: tuple[int, int, int], ga
                 one["predicted"],
             )
             assert budget == "ample" or one["peak"] < reference["peak"] / 1.5
+
+
+def streamed_steps(budget: bool) -> dict[str, Any]:
+    """Two steps of this rank with Muon, whose state the host takes."""
+    layout = model_layout(MIDDLE, parallel.make_mesh(2, 1))
+    optimizer = make_optimizer(MIDDLE, OptimizerSettings(), steps=10, layout=layout)
+    state = init_state(init(MIDDLE, 0, layout=layout), optimizer, MIDDLE)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(MIDDLE.vocab_size, (1, 64), generator=generator)
+    batch = {"tokens": tokens, "targets": tokens.roll(-1, 1), "segment_ids": torch.ones_like(tokens)}
+    world = World(dist.get_rank(), dist.get_world_size(), control=dist.group.WORLD)
+    gather = functools.partial(world.gather, "measurements")
+    planned_within = functools.partial(
+        plan_step, MIDDLE, optimizer, state, batch, layout=layout, donate=True, gather=gather
+    )
+    found: dict[str, Any] = {}
+    schedule, slabs = None, None
+    if budget:
+        with pytest.raises(memory.PlanError) as alone:
+            planned_within({"hbm": 1})
+        with pytest.raises(memory.PlanError) as streaming:
+            planned_within({"hbm": 1, "host": 8 << 20})
+        planned = planned_within({"hbm": 1 + streaming.value.missing, "host": 8 << 20})
+        schedule, slabs = planned.plan.schedule, planned.slabs
+        placed = at_home(state.params, state.opt_state, optimizer, MIDDLE, schedule)
+        state = state._replace(opt_state=placed)
+        found |= {"saved": alone.value.missing - streaming.value.missing, "states": planned.states["host"]}
+        found["instructions"] = str(schedule)
+    step = make_train_step(MIDDLE, optimizer, layout=layout, schedule=schedule, slabs=slabs, donate=budget)
+    for number in range(2):
+        state, metrics = step(state, batch)
+        found |= {f"loss {number}": float(metrics.loss), f"norm {number}": float(metrics.grad_norm)}
+    return found
+
+
+def test_ranks_stream_their_optimizer_s_state_within_the_budget() -> None:
+    pool = parallel.shared_pool()
+    plain, found = pool.run(streamed_steps, 2, False), pool.run(streamed_steps, 2, True)
+    assert found[0]["instructions"] == found[1]["instructions"]
+    for one, reference in zip(found, plain, strict=True):
+        assert one["saved"] > 0.5 * one["states"] > 0
+        for name, value in reference.items():
+            assert one[name] == pytest.approx(value, rel=1e-5)
