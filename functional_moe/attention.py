@@ -197,7 +197,10 @@ def _prepare_gradient(
     for at in _pieces(to_rotate):
         grad_part, grad_of_v = grad[at].split([heads - keys, keys], dim=2)
         grad_of_v.copy_(grad_v[at])
-        (turned,) = _rotate(torch.cat([grad_q[at], grad_k[at]], dim=2), *_tables(cos, sin, *at))
+        # Two copies use every core, as concatenation here does not.
+        turned = y.new_empty(grad_part.shape)
+        turned[:, :, : grad_q.shape[2]], turned[:, :, grad_q.shape[2] :] = grad_q[at], grad_k[at]
+        (turned,) = _rotate(turned, *_tables(cos, sin, *at))
         if scale is not None and grad_scale is not None:
             turned, of_scale = normalize_gradient(turned, to_rotate[at].contiguous(), scale, inverse[at])
             grad_scale += of_scale
