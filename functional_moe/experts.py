@@ -25,7 +25,7 @@ from .parallel import (
     exchange_start,
 )
 from .parameters import Params
-from .products import matmul, product, product_over_rows, rows_per_shape
+from .products import matmul, product, rows_per_shape
 
 
 def _grouped_mm_takes(*operands: Tensor) -> bool:
@@ -199,20 +199,24 @@ def _blocks(rows: Tensor, offsets: Tensor) -> Iterator[_Block]:
 def _experts(
     rows: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, offsets: Tensor, needed: bool
 ) -> tuple[Tensor, Tensor]:
-    """The weighted outputs [rows, hidden], unfilled unless needed, and ``rows @ gate_up`` [rows, 2 * width]."""
+    """The weighted outputs [rows, hidden], unfilled unless needed, and ``rows @ gate_up`` [rows, 2 * width].
+
+    One expert at a time, all that is between its products has contiguous columns. A weight's gradient wants so what
+    stands on its left, and is a quarter faster than by ``product_over_rows``, whose operator first copies and turns.
+    """
     if not _one_by_one(rows):
         inner = _matmul(rows, gate_up, offsets)
         if not needed:
             return rows.new_empty(len(rows), down.shape[-1]), inner
         return _matmul(_weighted_swiglu(inner, weights)[0], down, offsets), inner
-    inner, out = rows.new_empty(len(rows), gate_up.shape[-1]), rows.new_empty(len(rows), down.shape[-1])
+    inner, out = rows.new_empty(gate_up.shape[-1], len(rows)).t(), rows.new_empty(len(rows), down.shape[-1])
     for block in _blocks(rows, offsets):
-        part = product(rows[block.around], gate_up[block.expert])
+        part = _product_by_columns(rows[block.around], gate_up[block.expert])
         inner[block.rows] = part[block.own]
         if not needed:
             continue
         hidden = _weighted_swiglu(part, weights[block.around])[0]
-        out[block.rows] = product(hidden, down[block.expert])[block.own]
+        out[block.rows] = _product_by_columns(hidden, down[block.expert])[block.own]
     return out, inner
 
 
@@ -244,25 +248,37 @@ def _experts_gradient(
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     grad_gate_up, grad_down = sums or (torch.empty_like(gate_up), torch.empty_like(down))
     for block in _blocks(rows, offsets):
-        grad_hidden = product(cotangent[block.around], down[block.expert].t())
+        # Sums over rows want the expert's own and no others, not even times 0: those may be anything.
+        some_rows, some_cotangent = (_alone(x[block.around].clone(), block.own) for x in (rows, cotangent))
+        grad_hidden = _product_by_columns(some_cotangent, down[block.expert].t())
         grad_inner, hidden, grad_weight = _weighted_swiglu_gradient(
             grad_hidden, inner[block.around], weights[block.around]
         )
         grad_weights[block.rows] = grad_weight[block.own]
-        grad_rows[block.rows] = product(grad_inner, gate_up[block.expert].t())[block.own]
-        # Sums over rows want the expert's own and no others.
-        _sum_rows(hidden[block.own], cotangent[block.rows], grad_down[block.expert], sums is not None)
-        _sum_rows(rows[block.rows], grad_inner[block.own], grad_gate_up[block.expert], sums is not None)
+        grad_rows[block.rows] = _product_by_columns(grad_inner, gate_up[block.expert].t())[block.own]
+        _put(product(_alone(hidden, block.own).t(), some_cotangent), grad_down[block.expert], sums is not None)
+        _put(product(_alone(grad_inner, block.own).t(), some_rows).t(), grad_gate_up[block.expert], sums is not None)
     return grad_rows, grad_gate_up, grad_down, grad_weights
 
 
-def _sum_rows(x: Tensor, z: Tensor, out: Tensor, add: bool) -> None:
-    """``x.T @ z`` into ``out``, or added to it."""
-    product = product_over_rows(x, z)
+def _product_by_columns(x: Tensor, y: Tensor) -> Tensor:
+    """``x @ y`` with contiguous columns."""
+    return product(y.t(), x.t()).t()
+
+
+def _alone(x: Tensor, own: slice) -> Tensor:
+    """``x``, changed in place, with zeros in all rows but its ``own``."""
+    x[: own.start].zero_()
+    x[own.stop :].zero_()
+    return x
+
+
+def _put(x: Tensor, out: Tensor, add: bool) -> None:
+    """``x`` into ``out``, or added to it."""
     if add:
-        out.add_(product)
+        out.add_(x)
     else:
-        out.copy_(product)
+        out.copy_(x)
 
 
 _fused_experts = first_order_kernel(_experts, _experts_gradient, differentiable=4)
