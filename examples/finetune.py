@@ -10,33 +10,33 @@ import json
 import tempfile
 from pathlib import Path
 
-import tokenizers
 import torch
-import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from functional_moe import generate, hf, init_state, logits, make_train_step, optim
-from functional_moe.commands.program import end, read_flags
+from functional_moe.commands.program import end, needs, read_flags
 from functional_moe.data import ChatTemplate, batch_at, load, load_tokenizer
+
+with needs("test"):
+    import transformers
 
 PAIRS = {"Capital of France?": "Paris", "Capital of Italy?": "Rome", "Capital of Japan?": "Tokyo"}
 TEMPLATE = """{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
 
-def make_model(folder: Path) -> Path:
+def make_model(out: Path) -> Path:
     """A random model whose tokens are bytes, as transformers saves it."""
-    alphabet = {byte: number for number, byte in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=alphabet, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = {byte: number for number, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE).save_pretrained(folder)
-    sizes = {"vocab_size": 260, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 48}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE).save_pretrained(out)
+    sizes = {"vocab_size": 260, "hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 8}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(num_experts=8, num_experts_per_tok=2, **sizes)
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return folder
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(num_experts_per_tok=2, **sizes)).save_pretrained(out)
+    return out
 
 
 def finetune(source: Path, out: Path, scratch: Path, steps: int) -> None:
@@ -59,17 +59,17 @@ def finetune(source: Path, out: Path, scratch: Path, steps: int) -> None:
         prompt = [tokenizer.separator, *map(int, tokenizer.encode_special(template.render(ask, True)))]
         answer = generate(state.params, state.balance, config, prompt, 16, temperature=0, stop=end_of_answer)
         print(f"{ask[0]['content']} {tokenizer.decode(answer).strip()}")
-    beside = {path.name: path.read_bytes() for path in (*source.glob("token*"), *source.glob("chat_template*"))}
+    beside = {path.name: path.read_bytes() for name in ("token*", "chat_template*") for path in source.glob(name)}
     hf.save(out, config, state.params, state.balance, beside=beside)
-    row = torch.tensor([prompt])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)(row).logits.detach()
-    ours = logits(state.params, state.balance, {"tokens": row, "targets": row}, config)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)(torch.tensor([prompt])).logits.detach()
+    ours = logits(state.params, state.balance, dict.fromkeys(("tokens", "targets"), torch.tensor([prompt])), config)
     print(f"{out}: logits of transformers are {float((ours - theirs).abs().max()):.0e} from ours")
 
 
 def main() -> None:
-    transformers.utils.logging.disable_progress_bar()
     flags = read_flags(__doc__, model="", steps=60, out="finetuned")
+    hf.check_free(flags.out)
+    transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(flags.model) if flags.model else make_model(Path(scratch, "model"))
         finetune(source, Path(flags.out), Path(scratch), flags.steps)

@@ -6,11 +6,11 @@ promise when its held-out loss is the lower one all the same. Prints every run a
     python examples/muon_vs_adamw.py            # about six minutes on two cores
 """
 
-import argparse
 import dataclasses
 from pathlib import Path
 
 from functional_moe import init, init_state, make_train_step, preset
+from functional_moe.commands.program import end, read_flags
 from functional_moe.data import Data, batch_at, load, windows_for_eval
 from functional_moe.evaluate import make_evaluate
 from functional_moe.optimizers import OptimizerSettings, make_optimizer
@@ -69,22 +69,19 @@ def draw(path: Path, runs: dict[str, Curve]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="steps of AdamW")
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for the picture and the tokenised text")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    data = load(None, cache=arguments.out)
-    fewer = round(SHARE * arguments.steps)
-    (adamw_rate, adamw), (muon_rate, muon) = best("adamw", arguments.steps, data), best("muon", fewer, data)
+    flags = read_flags(__doc__, steps=200, out="runs")
+    Path(flags.out).mkdir(parents=True, exist_ok=True)
+    data = load(None, cache=flags.out)
+    fewer = max(1, round(SHARE * flags.steps))
+    (adamw_rate, adamw), (muon_rate, muon) = best("adamw", flags.steps, data), best("muon", fewer, data)
     ours, theirs = muon[-1][1], adamw[-1][1]
     verdict = "reaches" if ours <= theirs else "does not reach"
-    print(f"Muon {verdict} in {fewer} steps ({ours:.4f}) what AdamW has after {arguments.steps} ({theirs:.4f})")
+    print(f"Muon {verdict} in {fewer} steps ({ours:.4f}) what AdamW has after {flags.steps} ({theirs:.4f})")
     draw(
-        arguments.out / "muon_vs_adamw.png",
+        Path(flags.out, "muon_vs_adamw.png"),
         {f"AdamW, rate {adamw_rate:g}": adamw, f"Muon, rate {muon_rate:g}": muon},
     )
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

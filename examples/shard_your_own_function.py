@@ -2,23 +2,24 @@
 
     python examples/shard_your_own_function.py
 
-The function is a contrastive loss as of CLIP (arXiv 2103.00020), no part of this project: each image must find its
-text among those of all ranks, which many have gathered by a collective that has no gradient. With one that has, it
-equals the same function on one process: values, gradients and placements, on any mesh, for any placements of the
-weights and any number of rows. The other way is tried too, and the kit says what is wrong.
+The function is a contrastive loss as of CLIP (arXiv 2103.00020): each image must find its text among those of all
+ranks. Gathered with their gradient, which many forget, it equals the same function on one process: values, gradients
+and placements, on any mesh, for any placements of the weights and any number of rows. The mistake is tried too.
 """
 
 import functools
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from functional_moe import parallel
-from functional_moe.commands.program import end, read_flags
-from functional_moe.parallel.testing import any_placements, assert_equivalent, meshes
+from functional_moe.commands.program import end, needs, read_flags
+
+with needs("test"):
+    from hypothesis import given, settings, strategies
+
+    from functional_moe.parallel.testing import any_placements, assert_equivalent, meshes
 
 IMAGE, TEXT, SHARED = 5, 7, 3  # features; no number of ranks divides them
 
@@ -32,8 +33,7 @@ def contrastive_loss(shards: dict, layout: parallel.Layout, *, gradient_of_other
       gradient_of_others: False for the mistake: other ranks' texts are constants.
     """
     weights, pairs = parallel.gather(shards["weights"], layout["weights"]), layout["text"].shapes[0]
-    image = torch.nn.functional.normalize(shards["image"] @ weights["image"], dim=-1)
-    text = torch.nn.functional.normalize(shards["text"] @ weights["text"], dim=-1)
+    image, text = (torch.nn.functional.normalize(shards[name] @ weights[name], dim=-1) for name in ("image", "text"))
     rows = parallel.make_layout(layout.mesh, layout["text"].placements, torch.empty(pairs, SHARED, device="meta"))
     own = torch.arange(pairs)[parallel.held(rows, rows.placements, rows.shapes)[0]]
     everyone = parallel.gather(text if gradient_of_others else text.detach(), rows)
@@ -59,7 +59,7 @@ def main() -> None:
     examples, ranks, placed = read_flags(__doc__, examples=40).examples, set(), set()
 
     @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
-    @given(mesh=meshes(), pairs=st.integers(1, 9), weights=any_placements(make_inputs(1)["weights"]))
+    @given(mesh=meshes(), pairs=strategies.integers(1, 9), weights=any_placements(make_inputs(1)["weights"]))
     def sharding_changes_nothing(mesh: dict, pairs: int, weights: dict) -> None:
         assert_equivalent(contrastive_loss, make_inputs(pairs), place(weights), [mesh], rtol=1e-12)
         ranks.add(mesh["fsdp"] * mesh["ep"])

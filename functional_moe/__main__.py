@@ -16,21 +16,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+try:
+    import tyro
 
-from .commands.calibrate import CalibrateSettings, calibrate
-from .commands.exchange import ExportSettings, ImportSettings, export_model, import_model
-from .commands.info import InfoSettings, info
-from .commands.plan import PlanSettings, plan
-from .commands.program import end
-from .commands.rank import run_as_rank
-from .commands.sample import SampleSettings, sample
-from .commands.settings import DataSettings, SettingsError, TrainSettings, read_settings
-from .commands.tokenize import TokenizeSettings, tokenize
-from .commands.train import SETTINGS_FILE, train
-from .config import preset
-from .parallel import launched
-from .state_file import StateError
+    from .commands.calibrate import CalibrateSettings, calibrate
+    from .commands.exchange import ExportSettings, ImportSettings, export_model, import_model
+    from .commands.info import InfoSettings, info
+    from .commands.plan import PlanSettings, plan
+    from .commands.program import end
+    from .commands.rank import run_as_rank
+    from .commands.sample import SampleSettings, sample
+    from .commands.settings import DataSettings, SettingsError, TrainSettings, read_settings
+    from .commands.tokenize import TokenizeSettings, tokenize
+    from .commands.train import SETTINGS_FILE, train
+    from .config import preset
+    from .parallel import launched
+    from .state_file import StateError
+except KeyboardInterrupt:  # torch takes a second to be imported
+    sys.stderr.write("functional-moe: interrupted\n")
+    sys.exit(130)
 
 
 def _train_defaults(arguments: Sequence[str]) -> TrainSettings:

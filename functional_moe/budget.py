@@ -30,10 +30,13 @@ from .memory import (
     LiveBytes,
     Plan,
     PlanError,
+    Policy,
+    Recipe,
     SegmentSeconds,
     Sizes,
     UpdateBytes,
     Updates,
+    candidate_recipes,
     least,
     measure_seconds,
     of_optimizer,
@@ -118,6 +121,8 @@ def plan_step(
     tensors; gather buffers and the messages of sharded layers; what segments keep; and the working memory of segments,
     reductions and updates. Not counted: what an operator of torch allocates within itself, what the allocator rounds
     up to, and, where experts are spread over ranks, tokens that a rank gets beyond what it got here.
+
+    Where ranks exchange tokens, what a router decided stays in HBM: its size differs from batch to batch.
 
     With a further tier, the optimizer's state lies there, of as many layers as fit, where that makes the step possible
     or faster; not where it is sharded over devices, whose DTensors hold no host tensors.
@@ -304,18 +309,44 @@ def _with_homes(
     sharding: Sharding | None,
 ) -> Plan:
     """A plan, layers gathered and states fetched ahead of time if there is room for that."""
+    exchanges = sharding is not None and sharding.expert_parallel is not None
+    recipes = _with_decisions_here(chain, sizes, costs) if exchanges else None
     refused = []
     for prefetch in (1,) if sharding is None else (1, 0):
         gathers = None if sharding is None else Gathers(sharding.layers.sizes, prefetch)
         for ahead in (1, 0) if homes else (1,):
             updates = Updates(homes, lag=ahead, lead=ahead)
             try:
-                return plan(chain, sizes, costs, limits, microbatches=accumulate, gathers=gathers, updates=updates)
+                return plan(
+                    chain,
+                    sizes,
+                    costs,
+                    limits,
+                    microbatches=accumulate,
+                    gathers=gathers,
+                    updates=updates,
+                    recipes=recipes,
+                )
             except PlanError as error:
                 refused.append(error)
                 if error.instruction is None or not of_optimizer(error.instruction):
                     break
     raise min(refused, key=lambda error: error.missing)
+
+
+def _with_decisions_here(chain: Chain, sizes: Sizes, costs: Costs) -> dict[str, list[Recipe]]:
+    """What segments may take where ranks exchange tokens: a decision is as large as what a rank gets, which differs
+    from batch to batch, and a further tier has the room that was planned. So decisions stay in HBM.
+    """
+    found: dict[str, list[Recipe]] = {}
+    for segment in chain.segments:
+        if segment.decisions and segment.kind not in found:
+            here: dict[str, Policy] = dict.fromkeys(segment.decisions, "keep")
+            found[segment.kind] = [
+                recipe if recipe.record else recipe._replace(residuals={**recipe.residuals, **here})
+                for recipe in candidate_recipes(segment, sizes, costs)
+            ]
+    return found
 
 
 def _measure_updates(layers: LayerUpdates, state: TrainState, donate: bool, counts: int) -> dict[str, _MeasuredUpdate]:

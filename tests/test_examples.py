@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 
 from functional_moe.commands import program
 
@@ -129,10 +130,11 @@ NUMBERS = {
     "muon_in_your_code": "--steps",
     "plan_your_cluster": "--nodes",
     "finetune": "--steps",
+    "muon_vs_adamw": "--steps",
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NUMBERS)
 def test_nonsense_is_one_line(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     flag = NUMBERS[name]
     for value in ("many", "0", "-1", "1.5", "9" * 30):
@@ -142,7 +144,7 @@ def test_nonsense_is_one_line(name: str, capsys: pytest.CaptureFixture[str], mon
     assert "--nonsense" in answer(capsys, monkeypatch, name, "--nonsense")[1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NUMBERS)
 def test_ctrl_c_is_one_line(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "read_flags", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     assert answer(capsys, monkeypatch, name) == (130, f"{name}.py: interrupted\n")
@@ -166,3 +168,21 @@ def test_what_cannot_be_read_or_written_is_one_line(
     assert "max_position_embeddings" in refused("plan_your_cluster", "--tokens", 99_999)
     assert "config.json" in refused("finetune", "--model", tmp_path / "missing")
     assert "config.json" in refused("finetune", "--model", file)
+    # Asked before anything is made, loaded or trained.
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    monkeypatch.setattr(
+        transformers.PreTrainedTokenizerFast, "save_pretrained", lambda *_: pytest.fail("a model first")
+    )
+    assert "taken exists" in refused("finetune", "--out", tmp_path / "taken")
+    assert f"cannot write {file}/below" in refused("finetune", "--out", file / "below")
+    assert "cannot write /proc/nowhere" in refused("finetune", "--out", "/proc/nowhere")
+
+
+@pytest.mark.parametrize(("name", "package"), [("shard_your_own_function", "hypothesis"), ("finetune", "transformers")])
+def test_what_the_extra_brings_is_named_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    expected = f"{name}.py: {package} is not installed (the extra 'test' brings it)\n"
+    assert answer(capsys, monkeypatch, name) == (2, expected)

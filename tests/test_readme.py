@@ -21,21 +21,21 @@ COMMANDS = [
     for line in block.splitlines()
 ]
 TRAIN = "--batch-size 4 --seq-len 64 --eval-windows 4 --sample-tokens 8"
-RANKS = "torchrun --nproc-per-node 4 -m functional_moe train --fsdp 2 --ep 2 --out runs/four"
+RANKS = "torchrun --nproc-per-node 4 -m functional_moe train --fsdp 2 --ep 2 --out runs/four --steps 20 --stop-after 10"
 
 SHORTER = {
     "functional-moe train": f"{TRAIN} --steps 3 --stop-after 2",
     'functional-moe sample --run runs/tiny-1 --prompt "def "': "--tokens 4",
     "functional-moe train --out runs/tiny-1 --resume": "",
+    "functional-moe info --preset jupiter-952b": "",
+    "functional-moe train --help": "",
     "functional-moe train --data my/texts --steps 2000": f"{TRAIN} --stop-after 1",
     "functional-moe tokenize my/texts --out texts.bin --tokenizer tokenizer.json": "",
-    "functional-moe info --preset jupiter-952b": "",
     "functional-moe import Qwen3-MoE-dir --out runs/qwen": "",
     "functional-moe export runs/qwen --out qwen-dir": "",
-    "functional-moe train --help": "",
     RANKS: f"{TRAIN} --steps 2 --stop-after 1",
     "functional-moe train --out runs/four --resume --fsdp 1 --ep 1": "",
-    "functional-moe train --hbm-budget 200MiB --host-budget 1GiB": f"{TRAIN} --steps 1",
+    "functional-moe train --hbm-budget 200MiB --host-budget 1GiB --steps 40": f"{TRAIN} --steps 1",
     "functional-moe plan --preset jupiter-952b --hardware jupiter --nodes 96 --seq-len 65536": "",
     "functional-moe calibrate --out this-cpu.toml": "--ranks 1",
 }

@@ -95,6 +95,7 @@ def import_model(settings: ImportSettings) -> int:
 def export_model(settings: ExportSettings) -> int:
     """Writes the folder."""
     run = read_settings(settings.run / SETTINGS_FILE)
+    hf.check_free(settings.out)  # before the weights are read
     tokenizer = load_tokenizer(run.data.tokenizer, run.data.separator_token)
     check_tokenizer(settings.run, tokenizer)
     template: dict[str, Any] = {"params": abstract(run.model), "balance": init_balance(run.model)}

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from ..machine import MachineError
@@ -51,6 +52,21 @@ def end(run: Callable[[], int | None], name: str | None = None) -> NoReturn:
     # All is done or told: Ctrl-C while the interpreter takes itself apart would change the status, and nothing else.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     sys.exit(status)
+
+
+@contextlib.contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Imports of what an extra of this project brings: without it the program ends with one line that says so.
+
+    Args:
+      extra: its name.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = os.path.basename(sys.argv[0])
+        print(f"{name}: {error.name} is not installed (the extra {extra!r} brings it)", file=sys.stderr)
+        sys.exit(2)
 
 
 def read_flags(description: str, **defaults: int | str) -> argparse.Namespace:

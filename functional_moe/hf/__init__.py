@@ -17,5 +17,6 @@ from ._weights import GENERATION_FILE as GENERATION_FILE
 from ._weights import WEIGHTS_FILE as WEIGHTS_FILE
 from ._weights import Imported as Imported
 from ._weights import appearing as appearing
+from ._weights import check_free as check_free
 from ._weights import load as load
 from ._weights import save as save

@@ -16,6 +16,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -529,6 +530,21 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def check_free(folder: str | Path) -> None:
+    """Makes sure that a folder can appear there, for those who compute long before it does, and leaves nothing behind.
+
+    Raises:
+      HFError: ``folder`` is taken, or cannot be written.
+    """
+    folder = Path(folder).absolute()
+    with _written(folder):
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise HFError(f"{folder} exists; remove it or choose another name")
+        above = next(parent for parent in folder.parents if parent.exists())
+        with tempfile.TemporaryDirectory(dir=above, prefix=f".{folder.name}."):
+            pass
+
+
 @contextlib.contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
     """A folder beside ``folder`` to be filled, which takes its name when the context ends well, and else vanishes.
@@ -537,16 +553,22 @@ def appearing(folder: Path) -> Iterator[Path]:
       HFError: ``folder`` is taken, or cannot be written.
     """
     folder = folder.absolute()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise HFError(f"{folder} exists; remove it or choose another name")
+    check_free(folder)
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.partial")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        os.replace(partial, folder)
+        with _written(folder):
+            partial.mkdir(parents=True)
+            yield partial
+            os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise HFError(
             f"cannot write {folder}: {error.strerror or error}; make room or choose another folder"
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

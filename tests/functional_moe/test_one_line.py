@@ -167,6 +167,16 @@ def test_a_picture_without_matplotlib_is_one_line(
     assert "--plot x.png: matplotlib is not installed" in error
 
 
+def test_a_taken_folder_is_refused_before_weights_are_read(
+    home: Path, answer: Callable[[str], tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "load_state", lambda *_, **__: pytest.fail("the weights were read first"))
+    for out, named in (("model", "model exists"), ("file/x", "cannot write"), ("/proc/x", "cannot write /proc/x")):
+        before = set(home.iterdir())
+        status, error = answer(f"export run --out {out}")
+        assert (status, named in error, set(home.iterdir())) == (2, True, before)
+
+
 def test_what_is_there_is_kept_and_asked_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that may not be written is refused though its folder may; a device is taken though its folder may not."""
     there = tmp_path / "there.toml"
@@ -228,6 +238,23 @@ def test_ctrl_c_reaches_all_processes_and_is_told_once(tmp_path: Path, line: str
     assert (process.returncode, errors.splitlines()[-1:]) == (130, ["functional-moe: interrupted"]), errors
     assert "Traceback" not in errors
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "start", ["import functional_moe.__main__", "import runpy; runpy.run_module('functional_moe', {}, '__main__')"]
+)
+def test_ctrl_c_while_torch_is_imported_is_one_line(start: str) -> None:
+    early = f"""
+import signal, sys
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Slow())
+{start}
+"""
+    ended = subprocess.run([sys.executable, "-c", early], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "functional-moe: interrupted\n")
 
 
 def test_ctrl_c_after_the_work_is_done_leaves_the_result_and_its_status(tmp_path: Path) -> None:
