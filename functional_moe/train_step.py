@@ -139,7 +139,8 @@ def make_train_step(
       gather_dtype: in which matrices are gathered; by default the compute dtype of ``config``. Routers, norms and
         biases are gathered in float32. In ``torch.float8_e4m3fn`` they travel with a scale for each block, see
         ``make_sharding``; the gradient is that of the rounded matrices, and updates the fp32 ones. One process rounds
-        as ranks do, so that any mesh equals it.
+        as ranks do, so that a step on any mesh equals its; over many steps a difference of 1e-7 rounds some matrices
+        the other way (5e-3 of a gradient's norm after six steps of a small model).
       reduce_dtype: in which gradients are summed over ranks.
 
     Returns:

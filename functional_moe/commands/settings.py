@@ -97,7 +97,7 @@ class TrainSettings:
     """Copies of the whole model, each on fsdp x ep processes."""
     gather_dtype: GatherDtype | None = None
     """In which matrices travel between processes; by default as they are computed with. float8: e4m3, with a scale for
-    each block of 128, half the bytes of bfloat16. One process rounds its matrices alike, so that runs agree."""
+    each block of 128, half the bytes of bfloat16. One process rounds its matrices alike."""
     hbm_budget: Annotated[str | None, tyro.conf.arg(metavar="BYTES")] = None
     """Memory that a training step may take on each process, such as 2GiB, 800MB or plain bytes: parameters, optimizer
     state, batch, gradients, activations, gather buffers, and the working memory of segments and of the optimizer. What
@@ -212,8 +212,8 @@ def check_profile(settings: TrainSettings, done: int) -> None:
 _UNITS = {
     "": 1,
     "B": 1,
-    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
-    **{f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTPE", 1)},
+    **{f"{letter}IB": 1024**power for power, letter in enumerate("KMGTPE", 1)},
 }
 
 

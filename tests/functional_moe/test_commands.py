@@ -174,7 +174,14 @@ def test_a_budget_that_cannot_be_is_named_and_makes_no_folder(
 
 
 def test_budgets_are_read_as_people_write_them() -> None:
-    for written, size in (("2GiB", 2 << 30), ("800MB", 800_000_000), ("1.5 kb", 1500), ("12", 12), ("3TiB", 3 << 40)):
+    for written, size in (
+        ("2GiB", 2 << 30),
+        ("800MB", 800_000_000),
+        ("1.5 kb", 1500),
+        ("12", 12),
+        ("3TiB", 3 << 40),
+        ("1EiB", 1 << 60),
+    ):
         assert TrainSettings(hbm_budget=written).budgets == {"hbm": size}
 
 
