@@ -35,7 +35,7 @@ def folder(original: Path, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def refused(folder: Path, *expected: str) -> str:
+def assert_refused(folder: Path, *expected: str) -> str:
     """The one line that loading ``folder`` ends in."""
     with pytest.raises(hf.HFError) as raised:
         hf.load(folder)
@@ -67,20 +67,20 @@ def write_raw(path: Path, header: bytes | dict[str, Any], data: bytes) -> None:
 def test_a_file_cut_short_or_too_long_is_named(folder: Path, cut: int) -> None:
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[:-cut] if cut > 0 else content + b"\0")
-    refused(folder, WEIGHTS, "cut short or too long")
+    assert_refused(folder, WEIGHTS, "cut short or too long")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 3) + b"{}"])
 def test_a_header_longer_than_the_file_is_named(folder: Path, content: bytes) -> None:
     (folder / WEIGHTS).write_bytes(content)
-    refused(folder, WEIGHTS, "cut short or no safetensors file")
+    assert_refused(folder, WEIGHTS, "cut short or no safetensors file")
 
 
 def test_a_header_of_a_hundred_million_bytes_is_not_read(folder: Path) -> None:
     with (folder / WEIGHTS).open("wb") as file:
         file.write(struct.pack("<Q", 200_000_000))
         file.truncate(300_000_000)  # sparse: takes no room
-    refused(folder, WEIGHTS, "a header of 200000000 bytes")
+    assert_refused(folder, WEIGHTS, "a header of 200000000 bytes")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_header_of_a_hundred_million_bytes_is_not_read(folder: Path) -> None:
 )
 def test_a_header_that_is_none_is_named(folder: Path, header: bytes, why: str) -> None:
     write_raw(folder / WEIGHTS, header, b"\0" * 4)
-    refused(folder, WEIGHTS, why)
+    assert_refused(folder, WEIGHTS, why)
 
 
 NORM = "model.norm.weight"
@@ -126,7 +126,7 @@ def test_a_hostile_description_is_named(folder: Path, description: dict[str, Any
     header, data = split_header(folder / WEIGHTS)
     header[NORM] |= description
     write_raw(folder / WEIGHTS, header, data)
-    refused(folder, WEIGHTS, NORM, why)
+    assert_refused(folder, WEIGHTS, NORM, why)
 
 
 @pytest.mark.parametrize("shift", [-4, 4])
@@ -135,14 +135,14 @@ def test_tensors_that_overlap_or_leave_holes_are_named(folder: Path, shift: int)
     last = max((value["data_offsets"][0], name) for name, value in header.items() if name != "__metadata__")[1]
     header[last]["data_offsets"] = [offset + shift for offset in header[last]["data_offsets"]]
     write_raw(folder / WEIGHTS, header, data)
-    refused(folder, WEIGHTS, last, "overlaps" if shift < 0 else "leaves a hole")
+    assert_refused(folder, WEIGHTS, last, "overlaps" if shift < 0 else "leaves a hole")
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an error and not as a signal, which a mapped file would give."""
     real = _files.os.preadv
     monkeypatch.setattr(_files.os, "preadv", lambda file, views, offset: real(file, views, offset + 10**6))
-    refused(folder, WEIGHTS, "within a tensor")
+    assert_refused(folder, WEIGHTS, "within a tensor")
 
 
 @pytest.mark.parametrize("name", [NORM, "model.layers.0.mlp.experts.3.up_proj.weight", "lm_head.weight"])
@@ -150,26 +150,28 @@ def test_a_missing_tensor_is_named(folder: Path, name: str) -> None:
     tensors = load_file(folder / WEIGHTS)
     del tensors[name]
     save_file(tensors, folder / WEIGHTS)
-    refused(folder, repr(name), "is missing (1 in all)")
+    assert_refused(folder, repr(name), "is missing (1 in all)")
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.experts.6.up_proj.weight", "model.layers.1.x", "rotary"])
 def test_an_extra_tensor_is_named(folder: Path, name: str) -> None:
     save_file({**load_file(folder / WEIGHTS), name: torch.zeros(2)}, folder / WEIGHTS)
-    refused(folder, WEIGHTS, repr(name), "no place for")
+    assert_refused(folder, WEIGHTS, repr(name), "no place for")
 
 
 def test_stacked_and_single_experts_at_once_are_named(folder: Path) -> None:
     stack = {"model.layers.0.mlp.experts.down_proj": torch.zeros(6, 16, 12)}
     save_file({**load_file(folder / WEIGHTS), **stack}, folder / WEIGHTS)
-    refused(folder, WEIGHTS, "no place for the tensor 'model.layers.0.mlp.experts.0.down_proj.weight' (6 in all)")
+    assert_refused(
+        folder, WEIGHTS, "no place for the tensor 'model.layers.0.mlp.experts.0.down_proj.weight' (6 in all)"
+    )
 
 
 def test_transposed_weights_are_named(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     name = "model.layers.0.self_attn.k_proj.weight"
     save_file({**tensors, name: tensors[name].t().contiguous()}, folder / WEIGHTS)
-    refused(folder, name, "has shape [16, 12], config.json makes it [12, 16]")
+    assert_refused(folder, name, "has shape [16, 12], config.json makes it [12, 16]")
 
 
 def with_index(folder: Path) -> dict[str, Any]:
@@ -198,7 +200,7 @@ def test_an_index_is_read(folder: Path, original: Path) -> None:
 def test_a_missing_file_of_the_index_is_named(folder: Path) -> None:
     with_index(folder)
     (folder / "b.safetensors").unlink()
-    refused(folder, "b.safetensors is missing", "has the tensor")
+    assert_refused(folder, "b.safetensors is missing", "has the tensor")
 
 
 @pytest.mark.parametrize(
@@ -208,24 +210,24 @@ def test_an_index_that_points_outside_is_refused(folder: Path, file: object) -> 
     index = with_index(folder)
     index["weight_map"][NORM] = file
     write_index(folder, index)
-    refused(folder, "index.json", NORM, repr(file))
+    assert_refused(folder, "index.json", NORM, repr(file))
 
 
 @pytest.mark.parametrize("index", [[], {}, {"weight_map": []}, {"weight_map": {}}])
 def test_an_index_that_is_none_is_named(folder: Path, index: object) -> None:
     with_index(folder)
     write_index(folder, index)
-    refused(folder, "index.json")
+    assert_refused(folder, "index.json")
 
 
 def test_an_index_that_disagrees_with_the_files_is_named(folder: Path) -> None:
     index = with_index(folder)
     there = index["weight_map"].pop(NORM)
     write_index(folder, index)
-    refused(folder, there, NORM, "does not say")
+    assert_refused(folder, there, NORM, "does not say")
     index["weight_map"] |= {NORM: there, "more": "a.safetensors"}
     write_index(folder, index)
-    refused(folder, "a.safetensors lacks the tensor 'more'")
+    assert_refused(folder, "a.safetensors lacks the tensor 'more'")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
@@ -234,26 +236,26 @@ def test_a_pickle_is_never_read(folder: Path, name: str) -> None:
     # What a pickle can do: if anything unpickled it, this file would appear.
     ran = folder / "ran"
     (folder / name).write_bytes(b"cposix\nsystem\n(S'touch " + str(ran).encode() + b"'\ntR.")
-    refused(folder, name, "a pickle may run any code")
+    assert_refused(folder, name, "a pickle may run any code")
     assert not ran.exists()
 
 
 def test_a_folder_without_weights_is_named(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
-    refused(folder, "has neither model.safetensors nor")
-    refused(folder / "nothing", "cannot read", "config.json", "No such file")
+    assert_refused(folder, "has neither model.safetensors nor")
+    assert_refused(folder / "nothing", "cannot read", "config.json", "No such file")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"a": 1, "a": 2}'])
 def test_a_config_that_is_none_is_named(folder: Path, content: bytes) -> None:
     (folder / "config.json").write_bytes(content)
-    refused(folder, "config.json")
+    assert_refused(folder, "config.json")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", None, 3, ["qwen3_moe"]])
 def test_an_unknown_architecture_is_named(folder: Path, model_type: object) -> None:
     change(folder, model_type=model_type)
-    refused(folder, repr(model_type), "qwen3_moe")
+    assert_refused(folder, repr(model_type), "qwen3_moe")
 
 
 ONE_LAYER_TYPES = {"layer_types": ["sliding_attention"]}
@@ -337,7 +339,7 @@ def test_every_key_is_looked_at(family: str) -> None:
 )
 def test_sizes_that_no_machine_holds_end_before_anything_is_allocated(folder: Path, values: dict[str, Any]) -> None:
     change(folder, **values)
-    refused(folder)
+    assert_refused(folder)
 
 
 @pytest.mark.parametrize("broken", ["write", "fsync", "replace"])
